@@ -1,0 +1,68 @@
+# Every Byte. `make help` lists the targets; each is safe to run twice.
+
+PYTHON ?= python3
+PORT ?= 8000
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PRESS := $(BIN)/python book/press.py
+
+# The kernel is the one in .venv, never a python3 kernel from the reader's home folder.
+export JUPYTER_PREFER_ENV_PATH := 1
+unexport JUPYTER_PATH
+export PYDEVD_DISABLE_FILE_VALIDATION := 1
+export PYTHONUNBUFFERED := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup book html test refresh train serve clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo "  PYTHON=python3.12 chooses the interpreter that .venv is made from; PORT=8080 where 'serve' listens."
+
+setup: $(INSTALLED)  ## make .venv and install the pinned requirements and the project
+
+$(INSTALLED): requirements.txt pyproject.toml
+	@$(PYTHON) -c "" || { echo "No Python found as '$(PYTHON)'. Install Python 3.11 or later, or name yours: make $(MAKECMDGOALS) PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "This project needs Python 3.11 or later, and '$(PYTHON)' is $$($(PYTHON) -V 2>&1). Name a newer one: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "'$(PYTHON)' cannot make virtual environments: its venv module is missing (on Debian and Ubuntu: apt install python3-venv)."; exit 1; }
+	@echo "Setting up $(VENV) with $$($(PYTHON) -V): about 100 packages, pinned in requirements.txt."
+	@echo "With the CPU build of PyTorch that is about 500 MB to download and 1.9 GB on disk, a few minutes;"
+	@echo "with its CUDA build (what pip picks on Linux unless told otherwise) several GB. The README says how to choose."
+	@$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+book: $(INSTALLED)  ## execute every notebook into _build/run, then render _build/html from there
+	@$(PRESS) execute
+	@$(PRESS) render --executed
+
+html: $(INSTALLED)  ## render _build/html from the stored outputs, executing nothing
+	@$(PRESS) render
+
+test: export EVERYBYTE_DEVICE = cpu
+test: $(INSTALLED)  ## what CI runs: lint, tests, every notebook, a clean build
+	@echo "1/2  ruff"
+	@$(BIN)/ruff check .
+	@echo "2/2  pytest: the library, the notebooks (nbval, papermill) and the rendered pages"
+	@$(BIN)/python -m pytest --nbval --nbval-current-env --nbval-cell-timeout 300 $(PYTEST_ARGS) tests notebooks
+
+refresh: $(INSTALLED)  ## re-execute the notebooks and store their outputs: the only target that writes under notebooks/
+	@$(PRESS) refresh
+
+train: $(INSTALLED)  ## train the narrow model on the full file (long) and store the results
+	@$(BIN)/python -m everybyte.training
+
+serve: $(INSTALLED)  ## serve _build/html on this machine, rendering it first if it is missing
+	@test -f _build/html/index.html || $(PRESS) render
+	@echo "The book is at http://127.0.0.1:$(PORT)/ ; stop with Ctrl-C."
+	@$(BIN)/python -m http.server $(PORT) --bind 127.0.0.1 --directory _build/html
+
+clean:  ## remove what the other targets built, .venv excepted
+	rm -rf _build .pytest_cache .ruff_cache .hypothesis
