@@ -78,6 +78,7 @@ def execute_one(source: Path, target: Path, parameters: dict[str, object] | None
         kernel_name="python3",
         cwd=str(NOTEBOOKS),
         progress_bar=sys.stderr.isatty(),
+        extra_arguments=["--log-level=40"],  # errors only: the kernel warns of its own transport at each start
     )
     return Run(source.stem, time.perf_counter() - start)
 
@@ -140,15 +141,15 @@ def render(executed: bool = False, html: Path = HTML) -> Path:
             stage(source)
         print(f"Rendering {'the executed' if executed else 'the stored'} notebooks ...", flush=True)
         output = Path(scratch) / "output"
-        command = ["jupyter_book.cli.main", "build", str(source), "--path-output", str(output)]
-        done = subprocess.run([sys.executable, "-m", *command, "-W", "-n", "--keep-going", "-q"], cwd=ROOT, check=False)
+        jupyter_book = str(Path(sys.executable).with_name("jupyter-book"))
+        command = [jupyter_book, "build", str(source), "--path-output", str(output), "-W", "-n", "--keep-going", "-q"]
+        done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
         if done.returncode:
-            raise PressError("The build is not clean: mend the warnings above")
+            raise PressError(f"{done.stdout}{done.stderr}\nThe build is not clean: mend the warnings above")
         shutil.rmtree(html, ignore_errors=True)
         shutil.move(output / "_build" / "html", html)
     front = html / "index.html"
-    pages = sum(1 for _ in html.rglob("*.html"))
-    print(f"Rendered {pages} pages in {time.perf_counter() - start:.1f} s. Open {shown(front)} in a browser, or `make serve`")
+    print(f"Rendered in {time.perf_counter() - start:.1f} s. Open {shown(front)} in a browser, or run `make serve`", flush=True)
     return front
 
 
@@ -174,6 +175,7 @@ def as_source(notebook: NotebookNode, path: Path) -> str:
 def clean(notebook: NotebookNode) -> NotebookNode:
     """Strip what differs between two runs of the same notebook on the same versions."""
     notebook.metadata.pop("papermill", None)
+    notebook.metadata.pop("jupytext", None)
     notebook.metadata["language_info"] = {"name": "python"}
     notebook.metadata["kernelspec"] = {"display_name": "Python 3", "language": "python", "name": "python3"}
     for cell in notebook.cells:
