@@ -1,0 +1,160 @@
+"""Whose memory it is: which module, which phase and which line of the user's code a moment of the run belongs to.
+
+Modules are followed by PyTorch's global module hooks, so the model is not touched. Backward needs one idea more: autograd
+numbers the nodes of its graph in the order in which they are made (`torch/csrc/autograd/function.h`, `sequence_nr`), so
+the numbers given out between a module's entry and its exit name the nodes that its forward made, and a backward op
+belongs to the module whose forward made its node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.nn.modules import module as _hooks
+from torch.optim import optimizer as _optim
+
+_TORCH: Final = str(Path(torch.__file__).parent)
+_OURS: Final = str(Path(__file__).parent)
+_MACHINERY: Final = frozenset(
+    str(Path(_OURS, name))
+    for name in ("attribution.py", "measure.py", "run.py", "saved.py", "trace.py", "values.py", "rules/cpu.py", "rules/engine.py")
+)
+_NOT_USER: Final = (_TORCH, str(Path(contextlib.__file__)), "<")
+
+_next_sequence_number = torch._C._autograd._get_sequence_nr
+
+
+class Attribution:
+    """Follows a run from inside `with attribution.following(): ...`.
+
+    Attributes:
+        module: Path of the innermost module whose forward is running, `""` outside any. The outermost module of a
+            forward goes by its class name, its children by their path inside it (`encoder.0.gate`).
+    """
+
+    def __init__(
+        self,
+        on_module: Callable[[str | None], None] = lambda path: None,
+        on_optimizer: Callable[[torch.optim.Optimizer, bool], None] = lambda optimizer, begins: None,
+    ) -> None:
+        """Args:
+        on_module: Called with a path when a module's forward begins, with None when it ends.
+        on_optimizer: Called with the optimizer and True before its step, False after it.
+        """
+        self._on_module = on_module
+        self._on_optimizer = on_optimizer
+        self._paths: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self._stack: list[str] = []
+        # Change points: from sequence number `_numbers[i]` on, nodes are made by module `_makers[i]`.
+        self._numbers: list[int] = []
+        self._makers: list[str] = []
+        self._roots: list[nn.Module] = []
+
+    @property
+    def module(self) -> str:
+        return self._stack[-1] if self._stack else ""
+
+    @property
+    def roots(self) -> list[nn.Module]:
+        """The modules that were called from outside any module, in order of their first call."""
+        return list(self._roots)
+
+    def module_of_node(self, sequence_number: int) -> str:
+        """The module whose forward made the node with this number."""
+        at = bisect_right(self._numbers, sequence_number) - 1
+        return self._makers[at] if at >= 0 else ""
+
+    def owner(self, parameter: torch.Tensor) -> str:
+        """The module a parameter belongs to."""
+        for root in self._roots:
+            for path, module in root.named_modules():
+                if any(parameter is own for own in module.parameters(recurse=False)):
+                    return self._paths.get(module, path)
+        return ""
+
+    @contextmanager
+    def following(self) -> Iterator[Attribution]:
+        """Watches every module and optimizer of the process until the block ends."""
+        with ExitStack() as stack:
+            for handle in (
+                _hooks.register_module_forward_pre_hook(self._enter),
+                _hooks.register_module_forward_hook(self._exit, always_call=True),
+                _optim.register_optimizer_step_pre_hook(lambda opt, *_: self._on_optimizer(opt, True)),
+                _optim.register_optimizer_step_post_hook(lambda opt, *_: self._on_optimizer(opt, False)),
+            ):
+                stack.callback(handle.remove)
+            yield self
+
+    # -- hooks ---------------------------------------------------------------------------------------------------------
+
+    def _path(self, module: nn.Module) -> str:
+        if module not in self._paths:
+            if not self._stack:
+                self._roots.append(module)
+                for name, child in module.named_modules():
+                    self._paths.setdefault(child, name)
+                self._paths[module] = type(module).__name__
+            else:  # made on the way, or not registered as a child
+                self._paths[module] = f"{self._stack[-1]}.{type(module).__name__}"
+        return self._paths[module]
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        path = self._path(module)
+        self._stack.append(path)
+        self._mark()
+        self._on_module(path)
+
+    def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._stack:
+            self._stack.pop()
+        self._mark()
+        self._on_module(None)
+
+    def _mark(self) -> None:
+        number = _next_sequence_number()
+        if self._numbers and self._numbers[-1] == number:
+            self._makers[-1] = self.module
+        else:
+            self._numbers.append(number)
+            self._makers.append(self.module)
+
+
+def user_frame() -> tuple[str, int]:
+    """File and line of the innermost running frame that belongs neither to PyTorch nor to our machinery."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if filename not in _MACHINERY and not filename.startswith(_NOT_USER):
+            return filename, frame.f_lineno
+        frame = frame.f_back
+    return "", 0
+
+
+def user_line() -> str:
+    """`user_frame` as `file:line`, the same on every machine."""
+    filename, line = user_frame()
+    return f"{_short(filename)}:{line}" if filename else ""
+
+
+@cache
+def _short(filename: str) -> str:
+    """A name that is the same on every machine: no folder above the working one, no process id of a notebook kernel."""
+    path = Path(filename)
+    if "ipykernel" in filename:
+        return "notebook"
+    if filename.startswith(_OURS):
+        return f"everybyte/{path.relative_to(_OURS).as_posix()}"
+    try:
+        return path.relative_to(Path.cwd()).as_posix()
+    except ValueError:
+        return path.name

@@ -1,0 +1,233 @@
+"""What a run really allocates: the same training code, executed, its allocations taken from PyTorch's profiler.
+
+The profiler reports each allocation and release of PyTorch's CPU allocator with its address and the op it happened in
+(`torch.profiler`, `profile_memory=True`). Nothing else watches the run, so nothing about it changes.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from functools import cache
+from typing import Any, Final, Self
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._pytree import tree_leaves
+
+from .attribution import Attribution
+from .run import Run
+from .timeline import Recorder, Timeline
+
+_MARK: Final = "everybyte:"
+_OPTIMIZER: Final = "Optimizer.step#"
+_NODE: Final = "autograd::engine::evaluate_function: "
+
+# The profiler's library logs its start and stop to stderr, with a process id, at every level below this.
+_QUIET: Final = "99"
+
+
+def measure(device: str = "cpu") -> Measurement:
+    """Executes the training code of a `with` block and records what it allocates. The body is that of `trace`.
+
+    Args:
+        device: "cpu", or "auto" for the best device this version can measure on, which is the CPU.
+
+    Raises:
+        ValueError: If this version cannot measure on that device.
+    """
+    if device not in ("cpu", "auto"):
+        raise ValueError(f"device={device!r}: this version measures on 'cpu' (or 'auto')")
+    return Measurement("cpu")
+
+
+class Measurement(Run):
+    """A measured run under way, or done. Made by `measure`.
+
+    Attributes:
+        device: Where it runs.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self._attribution = Attribution(on_module=self._on_module, on_optimizer=self._on_optimizer)
+        self._labels: list[dict[int, str]] = []  # at each label mark: address -> category
+        self._steps_marked = 0
+        self._timeline: Timeline | None = None
+
+    def __enter__(self) -> Self:
+        os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)
+        self._exit = ExitStack()
+        self._profile = self._exit.enter_context(profile(activities=[ProfilerActivity.CPU], profile_memory=True))
+        self._exit.enter_context(self._attribution.following())
+        return self
+
+    def __exit__(self, exception: type[BaseException] | None, *rest: Any) -> None:
+        self._label_modules()
+        self._exit.close()
+        if exception is None:
+            self._timeline = self._read()
+        del self._profile
+
+    @property
+    def timeline(self) -> Timeline:
+        if self._timeline is None:
+            raise RuntimeError("the measurement is still running (or failed); read its timeline after the with block")
+        return self._timeline
+
+    # -- marks left in the profile while the code runs -------------------------------------------------------------------
+
+    def _begin_step(self, step: int, *, over: bool = False) -> None:
+        self._steps_marked = max(self._steps_marked, step)
+        _mark("after" if over else "step", step)
+
+    def _on_module(self, path: str | None) -> None:
+        _mark("leave") if path is None else _mark("enter", path)
+
+    def _place(self, host: torch.Tensor) -> torch.Tensor:
+        placed = host.detach().clone()
+        self._leave_labels({placed.untyped_storage().data_ptr(): "input"})
+        return placed
+
+    def _on_optimizer(self, optimizer: torch.optim.Optimizer, begins: bool) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        labels = _parameter_labels(parameters)
+        for value in tree_leaves([optimizer.state[p] for p in parameters if p in optimizer.state]):
+            if isinstance(value, torch.Tensor):
+                labels.setdefault(_address(value), "optimizer state")
+        self._leave_labels(labels)
+
+    def _label_modules(self) -> None:
+        for root in self._attribution.roots:
+            labels = _parameter_labels(list(root.parameters()))
+            for buffer in root.buffers():
+                labels.setdefault(_address(buffer), "buffer")
+            self._leave_labels(labels)
+
+    def _leave_labels(self, labels: dict[int, str]) -> None:
+        _mark("labels", len(self._labels))
+        self._labels.append(labels)
+
+    # -- reading the profile -------------------------------------------------------------------------------------------
+
+    def _read(self) -> Timeline:
+        reader = _Reader(self._attribution, self._labels)
+        for event in self._profile.profiler.kineto_results.experimental_event_tree():
+            reader.visit(event)
+        return reader.recorder.finish(
+            {
+                "evidence": "measured",
+                "device": self.device,
+                "torch": torch.__version__.split("+")[0],
+                "steps": self._steps_marked,
+            }
+        )
+
+
+class _Reader:
+    """Walks the profiler's tree of events, which is in order of time, and records the allocations in it."""
+
+    def __init__(self, attribution: Attribution, labels: list[dict[int, str]]) -> None:
+        self.recorder = Recorder()
+        self._attribution = attribution
+        self._labels = labels
+        self._at: dict[int, int] = {}  # address -> storage that lives there
+        self._modules: list[str] = []
+        self._node: int | None = None  # sequence number of the backward node that is running
+        self._optimizer = False
+        self._kernel: str | None = None
+        self._made_in_kernel: list[int] = []
+
+    def visit(self, event: Any) -> None:
+        kind, name = event.tag.name, event.name
+        if kind == "Allocation":
+            return self._allocation(event.extra_fields)
+        if name.startswith(_MARK):
+            return self._mark(*name.removeprefix(_MARK).split(":", 1))
+        if name.startswith(_NODE):
+            self._node = event.extra_fields.sequence_number
+            self._children(event)
+            self._node = None
+        elif name.startswith(_OPTIMIZER):
+            self._optimizer = True
+            self._children(event)
+            self._optimizer = False
+        elif self._kernel is None and kind == "TorchOp" and _is_kernel(name):
+            self._kernel, self._made_in_kernel = name.split("::")[1], []
+            self._children(event)
+            for storage in self._made_in_kernel:
+                if not self.recorder.is_live(storage):
+                    self.recorder.label(storage, "scratch")
+            self._kernel = None
+        else:
+            self._children(event)
+
+    def _children(self, event: Any) -> None:
+        for child in event.children:
+            self.visit(child)
+
+    def _mark(self, kind: str, text: str) -> None:
+        match kind:
+            case "enter":
+                self._modules.append(text)
+            case "leave":
+                del self._modules[-1:]
+            case "step":
+                self.recorder.begin_step(int(text))
+            case "after":
+                self.recorder.begin_step(int(text), over=True)
+            case "labels":
+                for address, category in self._labels[int(text)].items():
+                    if address in self._at:
+                        self.recorder.label(self._at[address], category)
+
+    def _allocation(self, memory: Any) -> None:
+        if memory.device.type != "cpu":
+            return
+        if memory.alloc_size < 0:
+            storage = self._at.pop(memory.ptr, None)
+            if storage is not None:
+                self._note_phase()
+                self.recorder.free(storage)
+        elif memory.alloc_size > 0:
+            self._note_phase()
+            storage = self.recorder.alloc(memory.alloc_size, op=self._kernel or "", module=self._module())
+            self._at[memory.ptr] = storage
+            if self._kernel is not None:
+                self._made_in_kernel.append(storage)
+
+    def _note_phase(self) -> None:
+        module = self._modules[-1] if self._modules else ""
+        self.recorder.enter_phase(backward=self._node is not None, optimizer=self._optimizer, module=module)
+
+    def _module(self) -> str:
+        if self._modules:
+            return self._modules[-1]
+        return self._attribution.module_of_node(self._node) if self._node is not None and self._node >= 0 else ""
+
+
+def _mark(kind: str, text: object = "") -> None:
+    with record_function(f"{_MARK}{kind}:{text}"):
+        pass
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _parameter_labels(parameters: list[torch.Tensor]) -> dict[int, str]:
+    labels = {_address(p): "parameter" for p in parameters}
+    return labels | {_address(p.grad): "gradient" for p in parameters if p.grad is not None}
+
+
+@cache
+def _is_kernel(name: str) -> bool:
+    """Whether a profiled op is one that a dispatch mode would see, rather than a composite of such ops."""
+    namespace, _, op = name.partition("::")
+    if not op or not hasattr(torch.ops, namespace):
+        return False
+    packet = getattr(getattr(torch.ops, namespace), op, None)
+    overloads = packet.overloads() if hasattr(packet, "overloads") else []
+    qualified = [name if o == "default" else f"{name}.{o}" for o in overloads]
+    known = [q for q in qualified if torch._C._dispatch_has_kernel(q)]
+    return not all(torch._C._dispatch_has_kernel_for_dispatch_key(q, "CompositeImplicitAutograd") for q in known)

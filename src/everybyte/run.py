@@ -1,0 +1,80 @@
+"""What tracing and measuring have in common: one body of training code runs under either and means the same."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from .timeline import Timeline
+
+
+class Run(ABC):
+    """The object a `with` block works with: it counts steps, brings data to the device, and ends with a timeline."""
+
+    @abstractmethod
+    def _begin_step(self, step: int, *, over: bool = False) -> None: ...
+
+    @abstractmethod
+    def _place(self, host: torch.Tensor) -> torch.Tensor:
+        """A new tensor on the run's device, with the host tensor's shape, dtype and (where known) values."""
+
+    @property
+    @abstractmethod
+    def timeline(self) -> Timeline:
+        """What happened. Complete once the `with` block has ended."""
+
+    def steps(self, count: int) -> Iterator[int]:
+        """Yields 0, 1, ... `count` - 1 and marks where each step begins.
+
+        Events before the loop have step -1, events after it step `count`.
+
+        Raises:
+            ValueError: If `count` is not a positive integer.
+        """
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"steps({count!r}): the number of steps is a positive integer")
+        return self._steps(count)
+
+    def _steps(self, count: int) -> Iterator[int]:
+        for step in range(count):
+            self._begin_step(step)
+            yield step
+        self._begin_step(count, over=True)
+
+    def to_device(self, data: Any) -> Any:
+        """Copies data from the host to the run's device, as a training loop does with a batch.
+
+        Args:
+            data: A tensor, a NumPy array, a pandas frame or series, a number, or a tuple, list or dict of these.
+
+        Returns:
+            New tensors in the same arrangement, counted as inputs.
+
+        Raises:
+            TypeError: If something in `data` is none of these, or an array holds objects.
+        """
+        if isinstance(data, dict):
+            return {key: self.to_device(value) for key, value in data.items()}
+        if isinstance(data, tuple) and hasattr(data, "_fields"):
+            return type(data)(*(self.to_device(value) for value in data))
+        if isinstance(data, (tuple, list)):
+            return type(data)(self.to_device(value) for value in data)
+        return self._place(_host_tensor(data))
+
+
+def _host_tensor(data: Any) -> torch.Tensor:
+    """Looks at data in host memory as a tensor, without a copy where that is possible."""
+    if isinstance(data, torch.Tensor):
+        return data
+    if hasattr(data, "to_numpy"):
+        data = data.to_numpy()
+    if not isinstance(data, (np.ndarray, np.generic, int, float, bool)):
+        raise TypeError(f"to_device() takes tensors, arrays, frames and numbers, not {type(data).__name__}")
+    array = np.asarray(data)
+    if array.dtype.hasobject or array.dtype.kind not in "biufc":
+        raise TypeError(f"to_device() takes numbers, not an array of {array.dtype}; convert it first, e.g. .astype('float32')")
+    return torch.from_numpy(np.require(array, requirements=("C", "W")))

@@ -1,0 +1,312 @@
+"""The stream of allocations of a run: the one thing that tracing, measuring and reading a recording produce.
+
+A `Timeline` is a table with a row for each allocation and each release, in the order in which they happened. Every
+figure and table in the book is a question put to it. Three peaks are never mixed: *requested* (`peak_bytes`, the sum of
+the bytes asked for), *rounded* (`rounded(512).peak_bytes`), and *allocated* (whole allocator blocks).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from .units import round_up
+
+CATEGORIES: Final = (
+    "parameter",
+    "buffer",
+    "gradient",
+    "optimizer state",
+    "activation",
+    "temporary",
+    "input",
+    "scratch",
+)
+"""What a storage is for. *Scratch* is allocated inside a kernel and released before it returns; `op` names the kernel."""
+
+PHASES: Final = ("forward", "backward", "optimizer", "other")
+
+_TEXT = pa.dictionary(pa.int32(), pa.string())
+SCHEMA: Final = pa.schema(
+    [
+        ("step", pa.int32()),  # -1 before the loop over steps
+        ("phase", _TEXT),
+        ("action", _TEXT),  # alloc | free
+        ("storage", pa.int64()),  # never reused within a timeline
+        ("nbytes", pa.int64()),  # requested, positive for both actions
+        ("device", _TEXT),
+        ("stream", pa.int32()),
+        ("op", _TEXT),
+        ("module", _TEXT),
+        ("category", _TEXT),
+        ("shape", _TEXT),  # "[8, 50, 256]"
+        ("dtype", _TEXT),
+        ("line", _TEXT),  # the user's file:line
+    ]
+)
+
+
+class Timeline:
+    """Allocations and releases of a run, in order.
+
+    Args:
+        table: An Arrow table with the columns of `SCHEMA`.
+        info: What is known of the run as a whole, for example `evidence` ("traced" or "measured") and `start_event`,
+            the number of events before step 0. Stored with the table in Parquet.
+
+    Raises:
+        ValueError: If a column is missing, a count of bytes is negative, or a storage is released before it is made.
+    """
+
+    def __init__(self, table: pa.Table, info: Mapping[str, Any] | None = None) -> None:
+        missing = [name for name in SCHEMA.names if name not in table.column_names]
+        if missing:
+            raise ValueError(f"not a timeline: column {missing[0]!r} is missing; a timeline has {SCHEMA.names}")
+        self.table = table.select(SCHEMA.names).cast(SCHEMA)
+        self.info = dict(info or {})
+        if len(self.table) and self._nbytes.min() < 0:
+            raise ValueError("not a timeline: a count of bytes is negative")
+
+    # -- the stream as arrays ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _nbytes(self) -> np.ndarray:
+        return self.table["nbytes"].to_numpy()
+
+    @cached_property
+    def _is_alloc(self) -> np.ndarray:
+        return self._text("action") == "alloc"
+
+    def _text(self, column: str) -> np.ndarray:
+        return np.asarray(self.table[column].cast(pa.string()).to_pandas(), dtype=object)
+
+    @cached_property
+    def live_bytes(self) -> np.ndarray:
+        """Bytes live after each event, `[events]`, counted from the moment the context began."""
+        return np.cumsum(np.where(self._is_alloc, self._nbytes, -self._nbytes))
+
+    # -- the numbers ---------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @property
+    def start_bytes(self) -> int:
+        """Bytes live when step 0 began; the whole stream's beginning where no step was marked."""
+        start = int(self.info.get("start_event", 0))
+        return int(self.live_bytes[start - 1]) if start else 0
+
+    @property
+    def peak(self) -> int:
+        """The event at which most bytes are live (the first such event); -1 in an empty timeline."""
+        return int(self.live_bytes.argmax()) if len(self) else -1
+
+    @property
+    def peak_bytes(self) -> int:
+        """Requested bytes live at the peak, since the context began."""
+        return int(self.live_bytes.max()) if len(self) else 0
+
+    @property
+    def peak_above_start(self) -> int:
+        """What the steps added at their peak: `peak_bytes - start_bytes`."""
+        return self.peak_bytes - self.start_bytes
+
+    def rounded(self, granularity: int) -> Timeline:
+        """The same stream with every size rounded up, as an allocator of that granularity would."""
+        rounded = pa.array([round_up(int(n), granularity) for n in self._nbytes], pa.int64())
+        return Timeline(self.table.set_column(self.table.column_names.index("nbytes"), "nbytes", rounded), self.info)
+
+    def without(self, *categories: str) -> Timeline:
+        """The same stream with the storages of some categories left out, for example `without("scratch")`."""
+        unknown = set(categories) - set(CATEGORIES)
+        if unknown:
+            raise ValueError(f"no category {sorted(unknown)[0]!r}; there are {', '.join(CATEGORIES)}")
+        keep = ~np.isin(self._text("category"), categories)
+        info = dict(self.info)
+        if "start_event" in info:
+            info["start_event"] = int(keep[: info["start_event"]].sum())
+        return Timeline(self.table.filter(pa.array(keep)), info)
+
+    # -- tables --------------------------------------------------------------------------------------------------------
+
+    def frame(self) -> pd.DataFrame:
+        """One row an event, in order, with the columns of `SCHEMA`."""
+        return self.table.to_pandas()
+
+    def live(self, event: int) -> pd.DataFrame:
+        """The storages live after `event`, a row each, largest first.
+
+        Raises:
+            IndexError: If there is no such event.
+        """
+        if not -len(self) <= event < len(self):
+            raise IndexError(f"event {event} of a timeline of {len(self)} events")
+        upto = self.table.slice(0, event % len(self) + 1)
+        storages = upto["storage"].to_numpy()
+        alloc = self._is_alloc[: len(upto)]
+        alive = alloc & ~np.isin(storages, storages[~alloc])
+        rows = upto.filter(pa.array(alive)).to_pandas().drop(columns="action")
+        return rows.sort_values("nbytes", ascending=False, kind="stable").reset_index(drop=True)
+
+    def by(self, key: str, event: int | None = None) -> pd.DataFrame:
+        """Who holds the peak: bytes and number of storages for each value of a column, largest first.
+
+        Args:
+            key: "module", "op", "category" or any other column.
+            event: An event other than the peak.
+
+        Returns:
+            A frame indexed by `key` with columns `nbytes` and `storages`; the bytes sum to what is live there.
+        """
+        if key not in SCHEMA.names:
+            raise ValueError(f"no column {key!r}; choose one of {', '.join(SCHEMA.names)}")
+        if not len(self):
+            return pd.DataFrame({"nbytes": [], "storages": []}, index=pd.Index([], name=key), dtype="int64")
+        rows = self.live(self.peak if event is None else event)
+        groups = rows.groupby(rows[key].astype(object).fillna(""), sort=True)["nbytes"]
+        table = pd.DataFrame({"nbytes": groups.sum(), "storages": groups.count()})
+        return table.sort_values("nbytes", ascending=False, kind="stable")
+
+    def growth_per_step(self) -> pd.DataFrame:
+        """What each step left behind: live bytes at its start and end, its own peak, and the growth, a row a step."""
+        steps = self.table["step"].to_numpy()
+        rows = []
+        counted = self.info.get("steps", np.inf)  # what follows the loop carries the next number
+        for step in np.unique(steps[(steps >= 0) & (steps < counted)]):
+            first, last = np.flatnonzero(steps == step)[[0, -1]]
+            before = int(self.live_bytes[first - 1]) if first else 0
+            after = int(self.live_bytes[last])
+            rows.append((int(step), before, int(self.live_bytes[first : last + 1].max()), after, after - before))
+        return pd.DataFrame(rows, columns=["step", "start", "peak", "end", "growth"]).set_index("step")
+
+    def allocations(self, at_least: int = 1) -> pd.Series:
+        """How often each size was allocated: counts indexed by `nbytes`, largest size first."""
+        sizes = self._nbytes[self._is_alloc]
+        return pd.Series(sizes[sizes >= at_least]).value_counts().sort_index(ascending=False).rename_axis("nbytes")
+
+    # -- storing -------------------------------------------------------------------------------------------------------
+
+    def to_parquet(self, path: str | Path) -> None:
+        """Writes the table and what is known of the run to one Parquet file."""
+        pq.write_table(self.table.replace_schema_metadata({b"everybyte": json.dumps(self.info).encode()}), path)
+
+    @classmethod
+    def from_parquet(cls, path: str | Path) -> Timeline:
+        """Reads what `to_parquet` wrote.
+
+        Raises:
+            ValueError: If the file is no Parquet file or no timeline.
+        """
+        try:
+            table = pq.read_table(path)
+        except (pa.ArrowInvalid, OSError) as error:
+            if isinstance(error, FileNotFoundError):
+                raise
+            raise ValueError(f"{path} is not a Parquet file") from None
+        info = json.loads((table.schema.metadata or {}).get(b"everybyte", b"{}"))
+        return cls(table, info)
+
+    def __repr__(self) -> str:
+        evidence = self.info.get("evidence", "a timeline")
+        return f"<Timeline {evidence}: {len(self):,} events, peak {self.peak_bytes:,} B>"
+
+
+class Recorder:
+    """Collects events while a run goes on, and labels its storages as their purpose becomes known.
+
+    A purpose is often known late: a tensor is a gradient once it hangs on a parameter, an activation once the backward
+    pass has begun and it is still there. `finish` therefore fills the category in at the end.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[tuple[int, str, str, int]] = []  # step, phase, action, storage
+        self._storages: list[dict[str, Any]] = []
+        self._category: dict[int, str] = {}
+        self._kept_for_backward: set[int] = set()
+        self._live: set[int] = set()
+        self._in_loop = False
+        self.step = -1
+        self.phase = "other"
+        self.start_event: int | None = None
+
+    def alloc(self, nbytes: int, **what: Any) -> int:
+        """Records an allocation and returns the storage's id. `what` holds op, module, shape, dtype, device, line."""
+        storage = len(self._storages)
+        self._storages.append({"nbytes": nbytes, "phase": self.phase, **what})
+        self._events.append((self.step, self.phase, "alloc", storage))
+        self._live.add(storage)
+        return storage
+
+    def free(self, storage: int) -> None:
+        """Records the release of a storage; a second release of the same one is ignored."""
+        if storage in self._live:
+            self._live.remove(storage)
+            self._events.append((self.step, self.phase, "free", storage))
+
+    def label(self, storage: int, category: str) -> None:
+        """Says what a storage is for. The first label of a storage counts."""
+        self._category.setdefault(storage, category)
+
+    def is_live(self, storage: int) -> bool:
+        return storage in self._live
+
+    def begin_step(self, step: int, *, over: bool = False) -> None:
+        """Events from here on belong to `step`; `over` says that the loop has ended and `step` is what follows it."""
+        self.step, self._in_loop = step, not over
+        if self.start_event is None:
+            self.start_event = len(self._events)
+
+    def enter_phase(self, *, backward: bool, optimizer: bool, module: str) -> None:
+        """Sets the phase from what is running; what belongs to no pass is "other"."""
+        if backward and self.phase != "backward":
+            self._kept_for_backward |= self._live
+        forward = bool(module) or self._in_loop
+        self.phase = "backward" if backward else "optimizer" if optimizer else "forward" if forward else "other"
+
+    def _category_of(self, storage: int) -> str:
+        if storage in self._category:
+            return self._category[storage]
+        kept = storage in self._kept_for_backward and self._storages[storage]["phase"] == "forward"
+        return "activation" if kept else "temporary"
+
+    def finish(self, info: Mapping[str, Any]) -> Timeline:
+        """The timeline of everything recorded so far."""
+        categories = [self._category_of(storage) for storage in range(len(self._storages))]
+        which = [storage for *_, storage in self._events]
+
+        def column(get: Iterable[Any]) -> list[Any]:
+            values = list(get)
+            return [values[storage] for storage in which]
+
+        owned = {
+            name: column(storage.get(name, default) for storage in self._storages)
+            for name, default in (
+                ("nbytes", 0),
+                ("device", "cpu"),
+                ("stream", 0),
+                ("op", ""),
+                ("module", ""),
+                ("shape", ""),
+                ("dtype", ""),
+                ("line", ""),
+            )
+        }
+        columns = {
+            "step": [event[0] for event in self._events],
+            "phase": [event[1] for event in self._events],
+            "action": [event[2] for event in self._events],
+            "storage": which,
+            "category": column(categories),
+            **owned,
+        }
+        arrays = [pa.array(columns[field.name], field.type) for field in SCHEMA]
+        known = {**info, "start_event": self.start_event or 0}
+        return Timeline(pa.Table.from_arrays(arrays, schema=SCHEMA), known)
