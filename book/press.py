@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -28,14 +28,11 @@ import papermill
 from jupytext.config import load_jupytext_config
 from nbformat import NotebookNode
 
-ROOT = Path(__file__).resolve().parent.parent
-NOTEBOOKS = ROOT / "notebooks"
-BUILD = ROOT / "_build"
-RUN = BUILD / "run"
-HTML = BUILD / "html"
+CHAPTER = "[0-9][0-9]_*"
+"""How a chapter's pair of files is named: NN_slug.md, the source, and NN_slug.ipynb, the same with its outputs."""
 
-# Cells whose output may differ from run to run: nbval does not compare it, and refresh does not store it anew alone.
 VOLATILE_TAGS = frozenset({"timing", "nbval-ignore-output"})
+"""Cells whose output may differ from run to run: nbval lets it through, and alone it is no reason to store anew."""
 
 
 class PressError(Exception):
@@ -44,116 +41,191 @@ class PressError(Exception):
 
 @dataclass(frozen=True)
 class Run:
-    """One execution of one notebook."""
+    """One execution of one notebook: its name without the ending, and how long it took."""
 
     notebook: str
     seconds: float
 
 
-# ---------------------------------------------------------------------------------------------------------- executing
+@dataclass(frozen=True)
+class Book:
+    """The project's folder, and what can be done with it."""
+
+    root: Path
+
+    @property
+    def notebooks(self) -> Path:
+        return self.root / "notebooks"
+
+    @property
+    def run(self) -> Path:
+        """Where `execute` leaves the executed notebooks, beside a copy of everything else that makes a page."""
+        return self.root / "_build" / "run"
+
+    @property
+    def html(self) -> Path:
+        return self.root / "_build" / "html"
+
+    def sources(self) -> list[Path]:
+        """The chapters' sources, in the order of their numbers."""
+        return sorted(self.notebooks.glob(f"{CHAPTER}.md"))
+
+    def executed(self) -> list[Path]:
+        """The chapters with their stored outputs, in the order of their numbers."""
+        return sorted(self.notebooks.glob(f"{CHAPTER}.ipynb"))
+
+    def execute(self) -> list[Run]:
+        """Run every notebook with its default parameters into `run`.
+
+        Returns:
+            One `Run` a notebook; the same goes to `run/durations.json`.
+
+        Raises:
+            PressError: a cell failed; the message ends as its error does.
+        """
+        stage(self, self.run)
+        runs = []
+        for progress, notebook in numbered(self.executed()):
+            print(f"{progress} executing {notebook.name} ...", flush=True)
+            runs.append(execute(notebook, self.run / "notebooks" / notebook.name, cwd=self.notebooks))
+            print(f"{progress} {notebook.name}: {runs[-1].seconds:.1f} s", flush=True)
+        (self.run / "durations.json").write_text(json.dumps([asdict(run) for run in runs], indent=2) + "\n")
+        seconds = sum(run.seconds for run in runs)
+        print(f"Executed {len(runs)} notebooks in {seconds:.1f} s, into {self.shown(self.run)}", flush=True)
+        return runs
+
+    def render(self, *, executed: bool = False, html: Path | None = None) -> Path:
+        """Render the pages, from scratch and with every warning an error.
+
+        Args:
+            executed: take the notebooks that `execute` left in `run`, not the stored ones.
+            html: the folder that becomes the site, `_build/html` by default; replaced only if the build succeeds.
+
+        Returns:
+            The front page.
+
+        Raises:
+            PressError: there was a warning, or nothing has been executed.
+        """
+        if executed and not (self.run / "durations.json").exists():
+            raise PressError(f"{self.shown(self.run)} holds no finished run: `make book` makes one")
+        html = html or self.html
+        html.parent.mkdir(parents=True, exist_ok=True)
+        start = time.perf_counter()
+        print(f"Rendering the {'executed' if executed else 'stored'} notebooks ...", flush=True)
+        with tempfile.TemporaryDirectory(dir=html.parent, prefix=".render-") as scratch:
+            source, output = Path(scratch) / "source", Path(scratch) / "output"
+            if executed:
+                source = self.run
+            else:
+                stage(self, source)
+            jupyter_book = Path(sys.executable).with_name("jupyter-book")
+            command = [jupyter_book, "build", source, "--path-output", output, "-W", "-n", "--keep-going", "-q"]
+            done = subprocess.run(command, cwd=self.root, check=False, capture_output=True, text=True)
+            if done.returncode:
+                raise PressError(f"{done.stdout}{done.stderr}\nThe build is not clean: mend the warnings above")
+            shutil.rmtree(html, ignore_errors=True)
+            shutil.move(output / "_build" / "html", html)
+        front = html / "index.html"
+        print(f"Rendered in {time.perf_counter() - start:.1f} s.")
+        print(f"Open {self.shown(front)} in a browser, or run `make serve`", flush=True)
+        return front
+
+    def refresh(self) -> list[str]:
+        """Execute every chapter from its .md source, and store of each pair what changed.
+
+        A notebook whose fresh run differs only in the outputs of volatile cells stays as it is, to the byte. A chapter
+        that fails leaves its stored notebook untouched.
+
+        Returns:
+            The names of the files that were written.
+
+        Raises:
+            PressError: a cell failed; the message ends as its error does.
+        """
+        written = []
+        for progress, source in numbered(self.sources()):
+            print(f"{progress} executing {source.name} ...", flush=True)
+            with tempfile.TemporaryDirectory() as scratch:
+                unrun, ran = Path(scratch) / "unrun.ipynb", Path(scratch) / f"{source.stem}.ipynb"
+                nbformat.write(read_source(source), unrun)
+                run = execute(unrun, ran, cwd=self.notebooks)
+                fresh = lasting(nbformat.read(ran, as_version=4))
+            changed = store(fresh, source)
+            print(f"{progress} {source.name}: {run.seconds:.1f} s, {', '.join(changed) or 'unchanged'}", flush=True)
+            written += changed
+        return written
+
+    def shown(self, path: Path) -> str:
+        """A path as the reader would type it, from the project's folder."""
+        return str(path.relative_to(self.root)) if path.is_relative_to(self.root) else str(path)
 
 
-def notebooks() -> list[Path]:
-    """The book's executed notebooks, in the order of their numbers."""
-    return sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
+BOOK = Book(Path(__file__).resolve().parent.parent)
+"""This book."""
 
 
-def execute_one(source: Path, target: Path, parameters: dict[str, object] | None = None) -> Run:
-    """Run a notebook by papermill, in the folder `notebooks/`, with the kernel of this interpreter.
+def numbered(paths: Sequence[Path]) -> Iterable[tuple[str, Path]]:
+    """Each path behind its place in the row: [2/5]."""
+    return ((f"[{number}/{len(paths)}]", path) for number, path in enumerate(paths, 1))
+
+
+def execute(source: Path, target: Path, *, cwd: Path, parameters: Mapping[str, object] | None = None) -> Run:
+    """Run one notebook by papermill, with the kernel of this interpreter.
 
     Args:
-        source: the .ipynb to run; it is not written to.
+        source: the notebook to run; it is not written to.
         target: where the executed copy goes.
-        parameters: values for its `parameters` cell.
+        cwd: the folder it runs in.
+        parameters: values for its `parameters` cell, in place of the defaults.
 
     Raises:
-        papermill.PapermillExecutionError: a cell failed; `target` holds the notebook up to that cell.
+        PressError: a cell failed; `target` holds the notebook up to that cell.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
-    papermill.execute_notebook(
-        str(source),
-        str(target),
-        parameters=parameters or {},
-        kernel_name="python3",
-        cwd=str(NOTEBOOKS),
-        progress_bar=sys.stderr.isatty(),
-        extra_arguments=["--log-level=40"],  # errors only: the kernel warns of its own transport at each start
-    )
-    return Run(source.stem, time.perf_counter() - start)
+    try:
+        papermill.execute_notebook(
+            str(source),
+            str(target),
+            parameters=dict(parameters or {}),
+            kernel_name="python3",
+            cwd=str(cwd),
+            progress_bar=sys.stderr.isatty(),
+            extra_arguments=["--log-level=40"],  # errors only: at each start the kernel warns of its own transport
+        )
+    except papermill.PapermillExecutionError as error:
+        raise PressError(f"{target.stem} failed.{error}".rstrip()) from error
+    return Run(target.stem, time.perf_counter() - start)
 
 
-def execute(target: Path = RUN) -> list[Run]:
-    """Run every notebook with its default parameters into `target`, a complete copy of the book's sources.
-
-    Returns:
-        One `Run` a notebook; the same goes to `target/durations.json`.
-    """
-    sources = notebooks()
-    stage(target)
-    runs = []
-    for number, source in enumerate(sources, 1):
-        print(f"[{number}/{len(sources)}] executing {source.name} ...", flush=True)
-        try:
-            run = execute_one(source, target / "notebooks" / source.name)
-        except papermill.PapermillExecutionError as error:
-            raise PressError(f"{source.name} failed in cell {error.cell_index}\n{error}") from error
-        print(f"[{number}/{len(sources)}] {source.name}: {run.seconds:.1f} s", flush=True)
-        runs.append(run)
-    (target / "durations.json").write_text(json.dumps([asdict(run) for run in runs], indent=2) + "\n")
-    print(f"Executed {len(runs)} notebooks in {sum(run.seconds for run in runs):.1f} s, into {shown(target)}")
-    return runs
-
-
-# ---------------------------------------------------------------------------------------------------------- rendering
-
-
-def stage(target: Path) -> None:
+def stage(book: Book, target: Path) -> None:
     """Copy what Sphinx reads (configuration, prose, notebooks without their .md twins) into an empty `target`."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     for name in ("_config.yml", "_toc.yml"):
-        shutil.copy(ROOT / name, target)
-    shutil.copytree(ROOT / "book", target / "book", ignore=shutil.ignore_patterns("__pycache__", "*.py"))
+        shutil.copy(book.root / name, target)
+    shutil.copytree(book.root / "book", target / "book", ignore=shutil.ignore_patterns("__pycache__", "*.py"))
     (target / "notebooks").mkdir()
-    for notebook in notebooks():
+    for notebook in book.executed():
         shutil.copy(notebook, target / "notebooks")
 
 
-def render(executed: bool = False, html: Path = HTML) -> Path:
-    """Render the pages, from scratch and with every warning an error.
-
-    Args:
-        executed: take the notebooks that `execute` left in `_build/run`, not the stored ones.
-        html: the folder that becomes the site; replaced only if the build succeeds.
+def store(fresh: NotebookNode, source: Path) -> list[str]:
+    """Write a freshly executed chapter over its pair, where the two differ in more than volatile outputs.
 
     Returns:
-        The front page.
+        The names of the files that were written.
     """
-    if executed and not (RUN / "durations.json").exists():
-        raise PressError(f"{shown(RUN)} holds no executed notebooks: run `make book`, or `make html` for the stored ones")
-    start = time.perf_counter()
-    html.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=html.parent, prefix=".render-") as scratch:
-        source = RUN
-        if not executed:
-            source = Path(scratch) / "source"
-            stage(source)
-        print(f"Rendering {'the executed' if executed else 'the stored'} notebooks ...", flush=True)
-        output = Path(scratch) / "output"
-        jupyter_book = str(Path(sys.executable).with_name("jupyter-book"))
-        command = [jupyter_book, "build", str(source), "--path-output", str(output), "-W", "-n", "--keep-going", "-q"]
-        done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
-        if done.returncode:
-            raise PressError(f"{done.stdout}{done.stderr}\nThe build is not clean: mend the warnings above")
-        shutil.rmtree(html, ignore_errors=True)
-        shutil.move(output / "_build" / "html", html)
-    front = html / "index.html"
-    print(f"Rendered in {time.perf_counter() - start:.1f} s. Open {shown(front)} in a browser, or run `make serve`", flush=True)
-    return front
-
-
-# ------------------------------------------------------------------------------------------------------------ storing
+    stored = source.with_suffix(".ipynb")
+    written = []
+    if not stored.exists() or comparable(fresh) != comparable(nbformat.read(stored, as_version=4)):
+        nbformat.write(fresh, stored)
+        written.append(stored.name)
+    text = as_source(fresh, source)
+    if text != source.read_text(encoding="utf-8"):
+        source.write_text(text, encoding="utf-8")
+        written.append(source.name)
+    return written
 
 
 def read_source(path: Path) -> NotebookNode:
@@ -162,96 +234,53 @@ def read_source(path: Path) -> NotebookNode:
     seen: dict[str, int] = {}
     for cell in notebook.cells:
         digest = hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:12]
-        seen[digest] = seen.get(digest, -1) + 1
-        cell["id"] = f"{digest}-{seen[digest]}" if seen[digest] else digest
+        seen[digest] = seen.get(digest, 0) + 1
+        cell["id"] = digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
     return notebook
 
 
 def as_source(notebook: NotebookNode, path: Path) -> str:
-    """The MyST text of a notebook, as its .md twin should read."""
+    """The MyST text of a notebook, as its source at `path` should read."""
     return jupytext.writes(notebook, fmt="md:myst", config=load_jupytext_config(str(path)))
 
 
-def clean(notebook: NotebookNode) -> NotebookNode:
-    """Strip what differs between two runs of the same notebook on the same versions."""
-    notebook.metadata.pop("papermill", None)
-    notebook.metadata.pop("jupytext", None)
-    notebook.metadata["language_info"] = {"name": "python"}
-    notebook.metadata["kernelspec"] = {"display_name": "Python 3", "language": "python", "name": "python3"}
+def lasting(notebook: NotebookNode) -> NotebookNode:
+    """Strip, in place, what differs between two runs of the same notebook on the same versions."""
+    notebook.metadata = nbformat.from_dict(
+        {
+            "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+            "language_info": {"name": "python"},
+        }
+    )
     for cell in notebook.cells:
         for key in ("papermill", "execution"):
             cell.metadata.pop(key, None)
         if not cell.metadata.get("tags", True):
             del cell.metadata["tags"]
         if cell.cell_type == "code":
-            cell.outputs = list(joined_streams(cell.outputs))
+            cell.outputs = joined_streams(cell.outputs)
     return notebook
 
 
-def joined_streams(outputs: Iterable[NotebookNode]) -> Iterable[NotebookNode]:
+def joined_streams(outputs: Iterable[NotebookNode]) -> list[NotebookNode]:
     """Join neighbouring pieces of one stream: where the kernel cuts it is a matter of timing."""
-    last = None
+    joined: list[NotebookNode] = []
     for output in outputs:
+        last = joined[-1] if joined else None
         if last is not None and output.output_type == last.output_type == "stream" and output.name == last.name:
             last.text += output.text
-            continue
-        if last is not None:
-            yield last
-        last = output
-    if last is not None:
-        yield last
+        else:
+            joined.append(output)
+    return joined
 
 
-def lasting(notebook: NotebookNode) -> str:
+def comparable(notebook: NotebookNode) -> str:
     """What two runs must agree on: everything but the outputs of volatile cells."""
     copy = nbformat.from_dict(notebook)
     for cell in copy.cells:
         if VOLATILE_TAGS & set(cell.metadata.get("tags", ())):
             cell.outputs = []
     return nbformat.writes(copy)
-
-
-def refresh() -> list[str]:
-    """Execute every chapter from its .md source and store pair by pair what changed.
-
-    A notebook whose fresh run differs only in the outputs of volatile cells stays as it is, to the byte. A chapter that
-    fails leaves its stored notebook untouched.
-
-    Returns:
-        The names of the files that were written.
-    """
-    sources = sorted(NOTEBOOKS.glob("[0-9][0-9]_*.md"))
-    written = []
-    for number, source in enumerate(sources, 1):
-        print(f"[{number}/{len(sources)}] executing {source.name} ...", flush=True)
-        stored = source.with_suffix(".ipynb")
-        with tempfile.TemporaryDirectory() as scratch:
-            unrun, ran = Path(scratch) / "unrun.ipynb", Path(scratch) / "ran.ipynb"
-            nbformat.write(read_source(source), unrun)
-            try:
-                run = execute_one(unrun, ran)
-            except papermill.PapermillExecutionError as error:
-                raise PressError(f"{source.name} failed in cell {error.cell_index}; nothing stored\n{error}") from error
-            fresh = clean(nbformat.read(ran, as_version=4))
-        changed = []
-        if not stored.exists() or lasting(fresh) != lasting(nbformat.read(stored, as_version=4)):
-            nbformat.write(fresh, stored)
-            changed.append(stored.name)
-        text = as_source(fresh, source)
-        if text != source.read_text(encoding="utf-8"):
-            source.write_text(text, encoding="utf-8")
-            changed.append(source.name)
-        print(f"[{number}/{len(sources)}] {source.name}: {run.seconds:.1f} s, {', '.join(changed) or 'unchanged'}")
-        written += changed
-    return written
-
-
-# ------------------------------------------------------------------------------------------------------- command line
-
-
-def shown(path: Path) -> str:
-    """A path as the reader would type it."""
-    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -264,11 +293,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     try:
         if asked.command == "execute":
-            execute()
+            BOOK.execute()
         elif asked.command == "render":
-            render(asked.executed)
+            BOOK.render(executed=asked.executed)
         else:
-            refresh()
+            BOOK.refresh()
     except PressError as error:
         print(error, file=sys.stderr)
         return 1

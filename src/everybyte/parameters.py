@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 
 Kind = Callable[[object], object]
-"""Takes a value and returns it, ready for use; raises ValueError("must be ...") if it will not do."""
+"""Takes a value and returns it, ready for use; raises ValueError("must be ..., not ...") if it will not do."""
 
 INJECTED = "# Parameters\n"
 """How papermill begins the cell it injects (papermill/translators.py, `Translator.codify`)."""
@@ -47,8 +47,8 @@ def check(namespace: Mapping[str, object], **kinds: Kind) -> SimpleNamespace:
     for name in injected_names(namespace.get("In", ())):
         if name not in kinds:
             close = difflib.get_close_matches(name, kinds, n=1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
-            raise ParameterError(f"unknown parameter {name!r}: {hint}This notebook takes {', '.join(kinds)}")
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            raise ParameterError(f"unknown parameter {name!r}{hint}: this notebook takes {', '.join(kinds)}")
     values = {}
     for name, kind in kinds.items():
         if name not in namespace:
@@ -56,7 +56,7 @@ def check(namespace: Mapping[str, object], **kinds: Kind) -> SimpleNamespace:
         try:
             values[name] = kind(namespace[name])
         except ValueError as error:
-            raise ParameterError(f"{name} {error}, not {namespace[name]!r}") from None
+            raise ParameterError(f"{name} {error}") from None
     return SimpleNamespace(**values)
 
 
@@ -71,14 +71,16 @@ def injected_names(cells: Sequence[str]) -> list[str]:
 
 def whole(*, at_least: int = 1, at_most: int | None = None) -> Kind:
     """A whole number within bounds, both included."""
-    bounds = f"of at least {at_least:,}" if at_most is None else f"from {at_least:,} to {at_most:,}"
+    expected = f"a whole number of at least {at_least:,}"
+    if at_most is not None:
+        expected = f"a whole number from {at_least:,} to {at_most:,}"
 
     def kind(value: object) -> int:
         # True is an int to Python, and never meant as one here.
         if not isinstance(value, int) or isinstance(value, bool):
-            raise ValueError(f"must be a whole number {bounds}")
+            raise unfit(value, expected)
         if value < at_least or (at_most is not None and value > at_most):
-            raise ValueError(f"must be a whole number {bounds}")
+            raise unfit(value, expected)
         return value
 
     return kind
@@ -90,11 +92,11 @@ positive_int: Kind = whole(at_least=1)
 
 def number(*, at_least: float = 0.0, below: float = math.inf) -> Kind:
     """A finite number from `at_least` up to, and without, `below`."""
-    bounds = f"of at least {at_least:g}" + (f" and below {below:g}" if below < math.inf else "")
+    expected = f"a number of at least {at_least:g}" + (f" and below {below:g}" if below < math.inf else "")
 
     def kind(value: object) -> float:
         if not isinstance(value, int | float) or isinstance(value, bool) or not at_least <= value < below:
-            raise ValueError(f"must be a number {bounds}")
+            raise unfit(value, expected)
         return float(value)
 
     return kind
@@ -105,25 +107,28 @@ def one_of(*choices: object) -> Kind:
 
     def kind(value: object) -> object:
         if not any(value == choice and type(value) is type(choice) for choice in choices):
-            raise ValueError(f"must be one of {', '.join(map(repr, choices))}")
+            raise unfit(value, f"one of {', '.join(map(repr, choices))}")
         return value
 
     return kind
 
 
 def device_name(value: object) -> str:
-    """A device to measure on: "cpu" as it is; "auto" is what the environment variable EVERYBYTE_DEVICE says, else "cpu".
+    """A device to measure on: "cpu", or what the environment variable EVERYBYTE_DEVICE says for "auto", else "cpu".
 
     Raises:
         ValueError: it is neither, or it is "cuda", which is not measured yet.
     """
     chosen = value
     if chosen == "auto":
-        chosen = os.environ.get("EVERYBYTE_DEVICE") or "cpu"
-        chosen = "cpu" if chosen == "auto" else chosen
-    if chosen == "cpu":
+        chosen = os.environ.get("EVERYBYTE_DEVICE") or "auto"
+    if chosen in ("cpu", "auto"):
         return "cpu"
-    asked = "" if chosen == value else f" (EVERYBYTE_DEVICE says {chosen!r})"
-    if chosen == "cuda":
-        raise ValueError(f"must be 'cpu' or 'auto'{asked}: measuring on CUDA is not supported yet")
-    raise ValueError(f"must be 'cpu' or 'auto'{asked}")
+    note = ": measuring on CUDA is not supported yet" if chosen == "cuda" else ""
+    source = " (from the environment variable EVERYBYTE_DEVICE)" if chosen != value else ""
+    raise ValueError(f"must be 'cpu' or 'auto', not {chosen!r}{source}{note}")
+
+
+def unfit(value: object, expected: str) -> ValueError:
+    """The error for a value that is not what was expected."""
+    return ValueError(f"must be {expected}, not {value!r}")

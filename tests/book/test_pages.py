@@ -1,0 +1,94 @@
+"""The rendered pages: nothing remote, no dead link, and what a phone needs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from bs4 import BeautifulSoup
+from press import BOOK
+
+# What makes a browser fetch something without being asked, by tag and attribute.
+LOADS = {
+    **dict.fromkeys(["script", "iframe", "embed", "audio", "track", "input"], ("src",)),
+    **dict.fromkeys(["img", "source"], ("src", "srcset")),
+    "video": ("src", "poster"),
+    "object": ("data",),
+}
+FETCHING = {"stylesheet", "icon", "preload", "prefetch", "preconnect", "dns-prefetch", "modulepreload", "manifest"}
+REMOTE = re.compile(r"^\s*(https?:)?//", re.IGNORECASE)
+
+
+@pytest.fixture(scope="module")
+def pages(site) -> dict[Path, BeautifulSoup]:
+    # Under _static lie the theme's templates, which no reader opens.
+    paths = [path for path in site.rglob("*.html") if "_static" not in path.parts]
+    return {path: BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser") for path in paths}
+
+
+def loads(page: BeautifulSoup) -> Iterator[str]:
+    """Every address that a browser fetches to show the page."""
+    for tag, attributes in LOADS.items():
+        for element in page.find_all(tag):
+            yield from (element[attribute] for attribute in attributes if element.get(attribute))
+    for link in page.find_all("link", href=True):
+        if FETCHING & set(link.get("rel", [])):
+            yield link["href"]
+    styles = [element.get_text() for element in page.find_all("style")]
+    styles += [element["style"] for element in page.find_all(style=True)]
+    yield from style_loads("\n".join(styles))
+    for script in page.find_all("script", src=False):
+        yield from re.findall(r"""(?:import|fetch|importScripts)\s*\(?\s*["']([^"']+)""", script.get_text())
+
+
+def style_loads(css: str) -> Iterator[str]:
+    yield from re.findall(r"""url\(\s*["']?([^"')]+)""", css)
+    yield from re.findall(r"""@import\s+["']([^"']+)""", css)
+
+
+def test_every_chapter_became_a_page(pages, site):
+    shown = {path.relative_to(site).as_posix() for path in pages}
+    assert {f"notebooks/{path.stem}.html" for path in BOOK.executed()} <= shown
+    assert {"index.html", "book/start_here.html", "book/how_to_run.html"} <= shown
+
+
+def test_no_page_loads_anything_remote(pages):
+    remote = {str(path): [address for address in loads(page) if REMOTE.match(address)] for path, page in pages.items()}
+    assert not {path: found for path, found in remote.items() if found}
+
+
+def test_no_style_sheet_loads_anything_remote(site):
+    for sheet in site.rglob("*.css"):
+        addresses = style_loads(sheet.read_text(encoding="utf-8"))
+        assert not [address for address in addresses if REMOTE.match(address)], sheet
+
+
+def test_every_local_address_leads_somewhere(pages):
+    ids = {path: {element["id"] for element in page.find_all(id=True)} for path, page in pages.items()}
+    dead = []
+    for path, page in pages.items():
+        addresses = [*loads(page), *(link["href"] for link in page.find_all("a", href=True))]
+        for address in addresses:
+            parts = urlsplit(address)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            anchor_missing = parts.fragment and target in ids and unquote(parts.fragment) not in ids[target]
+            if not target.exists() or anchor_missing:
+                dead.append(f"{path.name}: {address}")
+    assert not dead
+
+
+def test_every_picture_in_a_chapter_has_a_text(pages):
+    for path, page in pages.items():
+        assert not [img for img in page.select("article img") if not img.get("alt", "").strip()], path
+
+
+def test_glued_numbers_are_on_the_page(pages):
+    # A key that is pasted but never glued is a warning, and fails the build; a number that is glued empty is not.
+    for path, page in pages.items():
+        pasted = page.select("span.pasted-text, span.pasted-inline")
+        assert not [span for span in pasted if not span.get_text(strip=True)], path

@@ -1,0 +1,81 @@
+"""A chapter is two files that say the same: the .md that people edit, and the .ipynb with the outputs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+import yaml
+from press import BOOK, VOLATILE_TAGS, as_source, read_source
+
+SOURCES = BOOK.sources()
+
+chapters = pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+
+
+def cells(notebook: nbformat.NotebookNode) -> list[tuple[object, ...]]:
+    """Of each cell, what the pair must agree on."""
+    return [(c.cell_type, c.source, c.metadata.get("tags", []), c.metadata.get("mystnb", {})) for c in notebook.cells]
+
+
+def stored(source: Path) -> nbformat.NotebookNode:
+    return nbformat.read(source.with_suffix(".ipynb"), as_version=4)
+
+
+def test_every_source_has_its_notebook_and_every_notebook_its_source():
+    assert [path.stem for path in SOURCES] == [path.stem for path in BOOK.executed()]
+    assert {f.stem for f in BOOK.notebooks.iterdir() if f.suffix in (".md", ".ipynb")} == {f.stem for f in SOURCES}
+
+
+def test_every_chapter_and_prose_page_is_in_the_table_of_contents():
+    toc = yaml.safe_load((BOOK.root / "_toc.yml").read_text())
+    listed = {toc["root"], *(chapter["file"] for part in toc["parts"] for chapter in part["chapters"])}
+    pages = {f"book/{path.stem}" for path in (BOOK.root / "book").glob("*.md")} - {"book/chapter-template"}
+    assert listed == pages | {f"notebooks/{source.stem}" for source in SOURCES}
+
+
+@chapters
+def test_the_pair_holds_the_same_cells(source):
+    assert cells(stored(source)) == cells(read_source(source)), "run `make refresh`: the .md is the source"
+
+
+@chapters
+def test_the_source_is_written_as_refresh_would_write_it(source):
+    assert as_source(stored(source), source) == source.read_text(encoding="utf-8"), "run `make refresh`"
+
+
+@chapters
+def test_the_notebook_was_executed_from_top_to_bottom_without_an_error(source):
+    code = [cell for cell in stored(source).cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    for cell in code:
+        errors = [output.evalue for output in cell.outputs if output.output_type == "error"]
+        assert not errors or "raises-exception" in cell.metadata.get("tags", [])
+
+
+@chapters
+def test_outputs_that_are_compared_hold_no_stderr_and_no_output_holds_a_path_of_one_machine(source):
+    for cell in stored(source).cells:
+        for output in cell.get("outputs", []):
+            text = nbformat.writes(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(outputs=[output])]))
+            assert not re.search(r"(?<![\w.])/(home|Users|root|tmp|opt|work|private)/\w", text), cell.source
+            if not VOLATILE_TAGS & set(cell.metadata.get("tags", [])):
+                assert output.get("name") != "stderr", f"a warning, or a progress bar: {output.text}"
+
+
+@chapters
+def test_nbval_leaves_every_volatile_output_alone(source):
+    for cell in stored(source).cells:
+        tags = set(cell.metadata.get("tags", []))
+        assert "timing" not in tags or "nbval-ignore-output" in tags, f"tag it nbval-ignore-output too: {cell.source}"
+
+
+@chapters
+def test_every_figure_has_a_caption_and_a_text_for_those_who_cannot_see_it(source):
+    for cell in stored(source).cells:
+        if any("image/png" in output.get("data", {}) for output in cell.get("outputs", [])):
+            about = cell.metadata.get("mystnb", {})
+            assert about.get("figure", {}).get("caption"), f"no caption: {cell.source}"
+            assert len(about.get("image", {}).get("alt", "")) > 20, f"no alt text worth reading: {cell.source}"

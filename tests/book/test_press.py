@@ -1,0 +1,100 @@
+"""`make refresh` is safe: a second run stores the same bytes, timings alone change nothing, failures spoil nothing."""
+
+from __future__ import annotations
+
+import shutil
+
+import nbformat
+import pytest
+from press import BOOK, Book, PressError, joined_streams, main, read_source
+
+SOURCE = """\
+---
+kernelspec:
+  display_name: Python 3
+  language: python
+  name: python3
+---
+
+# A chapter
+
+```{code-cell}
+print(2 * {width})
+```
+
+```{code-cell}
+:tags: [timing, nbval-ignore-output]
+
+import time
+
+time.perf_counter_ns()
+```
+"""
+
+
+@pytest.fixture
+def small(tmp_path) -> Book:
+    """A book of one chapter, with an output that never stays the same."""
+    (tmp_path / "notebooks").mkdir()
+    shutil.copy(BOOK.root / "jupytext.toml", tmp_path)
+    book = Book(tmp_path)
+    (book.notebooks / "01_small.md").write_text(SOURCE.replace("{width}", "8"))
+    book.refresh()
+    return book
+
+
+def contents(book: Book) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in book.notebooks.iterdir()}
+
+
+def test_a_second_refresh_changes_no_byte_though_a_timing_differs(small):
+    before = contents(small)
+    assert set(before) == {"01_small.md", "01_small.ipynb"}
+    assert small.refresh() == []
+    assert contents(small) == before
+
+
+def test_a_changed_source_is_stored_with_its_new_output(small):
+    (small.notebooks / "01_small.md").write_text(SOURCE.replace("{width}", "9"))
+    assert small.refresh() == ["01_small.ipynb", "01_small.md"]
+    assert "18\n" in nbformat.read(small.executed()[0], as_version=4).cells[1].outputs[0].text
+
+
+def test_the_stored_notebook_bears_no_trace_of_when_and_where_it_ran(small):
+    text = small.executed()[0].read_text()
+    assert "papermill" not in text
+    assert "iopub" not in text
+    assert str(small.root) not in text
+
+
+def test_a_failing_chapter_leaves_the_stored_one_as_it_was(small):
+    stored = small.executed()[0].read_bytes()
+    (small.notebooks / "01_small.md").write_text(SOURCE.replace("{width}", "nothing_of_this_name"))
+    with pytest.raises(PressError, match="nothing_of_this_name"):
+        small.refresh()
+    assert small.executed()[0].read_bytes() == stored
+
+
+def test_cell_ids_follow_from_the_text_so_that_one_new_cell_moves_no_other(small):
+    source = small.sources()[0]
+    before = [cell.id for cell in read_source(source).cells]
+    source.write_text(source.read_text().replace("# A chapter\n", "# A chapter\n\n+++\n\nNew.\n"))
+    after = [cell.id for cell in read_source(source).cells]
+    assert len(after) == len(before) + 1
+    assert set(before) < set(after)
+
+
+def test_pieces_of_one_stream_are_joined_and_two_streams_are_not():
+    pieces = [("stdout", "a"), ("stdout", "b"), ("stderr", "c"), ("stdout", "d")]
+    joined = joined_streams(nbformat.v4.new_output("stream", name=name, text=text) for name, text in pieces)
+    assert [(output.name, output.text) for output in joined] == [("stdout", "ab"), ("stderr", "c"), ("stdout", "d")]
+
+
+def test_rendering_a_run_that_never_happened_says_what_to_do(small, capsys):
+    with pytest.raises(PressError, match="make book"):
+        small.render(executed=True)
+
+
+def test_an_unknown_command_is_refused():
+    with pytest.raises(SystemExit):
+        main(["publish"])

@@ -1,0 +1,25 @@
+"""What all tests share: how hard property tests look, and where recorded runs are found."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# `make test` looks at the same 200 cases each time; `--hypothesis-profile=deep` at 5,000 new ones.
+hypothesis.settings.register_profile("ci", max_examples=200, deadline=None, derandomize=True, database=None)
+hypothesis.settings.register_profile("deep", max_examples=5_000, deadline=None, print_blob=True)
+hypothesis.settings.load_profile("ci")
+
+
+@pytest.fixture(scope="session")
+def snapshots() -> Path:
+    """The folder of memory snapshots recorded on real GPUs; a test that needs it is skipped where there is none."""
+    folder = Path(os.environ.get("EVERYBYTE_SNAPSHOTS", ROOT.parent / "shared" / "snapshots"))
+    if not folder.is_dir():
+        pytest.skip(f"no recorded GPU runs in {folder}: set EVERYBYTE_SNAPSHOTS to a folder that holds some")
+    return folder
