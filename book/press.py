@@ -191,7 +191,7 @@ def execute(source: Path, target: Path, *, cwd: Path, parameters: Mapping[str, o
             kernel_name="python3",
             cwd=str(cwd),
             progress_bar=sys.stderr.isatty(),
-            extra_arguments=["--log-level=40"],  # errors only: at each start the kernel warns of its own transport
+            extra_arguments=["--log-level=50"],  # the kernel warns of its own transport at each start
         )
     except papermill.PapermillExecutionError as error:
         raise PressError(f"{target.stem} failed.{error}".rstrip()) from error

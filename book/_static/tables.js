@@ -1,5 +1,6 @@
-// Three small mercies for the tables that pandas prints: evidence words become chips, text is set flush left where
-// numbers are flush right, and the row that holds nothing but the index's name joins the header row above it.
+// Small mercies for the tables that pandas prints: evidence words become chips, counts of bytes get their separators,
+// text is set flush left where numbers are flush right, and the row that holds nothing but the index's name joins the
+// header row above it.
 document.addEventListener("DOMContentLoaded", () => {
   const evidence = new Set(["claimed", "computed", "traced", "measured", "recorded"]);
   const numeric = /^[-+−]?[\d.,  ]+(e[-+]?\d+)?\s*(%|B|[kMGT]i?B)?$|^(NaN|None|nan|inf|–|—)?$/;
@@ -28,6 +29,10 @@ document.addEventListener("DOMContentLoaded", () => {
     const columns = Math.max(0, ...rows.map((row) => row.querySelectorAll("td").length));
     for (let column = 0; column < columns; column++) {
       const cells = rows.map((row) => fromRight(row, column));
+      const title = fromRight(table.tHead.rows[0], column)?.textContent ?? "";
+      if (/\bn?bytes\b/i.test(title)) {
+        for (const cell of cells) if (cell) cell.textContent = cell.textContent.replace(/\B(?=(\d{3})+$)/g, ",");
+      }
       if (cells.every((cell) => !cell || numeric.test(cell.textContent.trim()))) continue;
       const kinds = cells.some((cell) => cell?.textContent.trim().length > 24) ? ["text", "prose"] : ["text"];
       const heads = [...table.tHead.rows].map((row) => fromRight(row, column));
