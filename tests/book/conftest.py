@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from press import BOOK, Run
 
 
+@dataclass(frozen=True)
+class Execution:
+    """One run of all notebooks, and the digest of each file under `notebooks/` before and after it."""
+
+    runs: list[Run]
+    before: dict[str, str]
+    after: dict[str, str]
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.rglob("*") if path.is_file()}
+
+
 @pytest.fixture(scope="session")
-def runs() -> list[Run]:
+def execution() -> Execution:
     """All notebooks executed by papermill with their default parameters, as `make book` does."""
-    return BOOK.execute()
+    before = digests(BOOK.notebooks)
+    runs = BOOK.execute()
+    return Execution(runs, before, digests(BOOK.notebooks))
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import hashlib
 import os
 import subprocess
 import sys
@@ -26,32 +25,24 @@ SECONDS_A_NOTEBOOK, SECONDS_IN_ALL, ALLOWANCE = 30, 360, 1.5
 parameterised = pytest.mark.parametrize("notebook", PARAMETERISED, ids=lambda path: path.stem)
 
 
-def fingerprint(folder: Path) -> dict[str, str]:
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and ".ipynb_checkpoints" not in path.parts)
-    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
 def test_the_kernel_is_the_environments_own():
     folder = Path(KernelSpecManager().get_kernel_spec("python3").resource_dir)
     assert folder.is_relative_to(Path(sysconfig.get_path("data"))), f"{folder} belongs to another Python"
 
 
-def test_every_notebook_keeps_the_promised_time(runs):
+def test_every_notebook_keeps_the_promised_time(execution):
+    runs = execution.runs
     assert [run.notebook for run in runs] == [path.stem for path in BOOK.executed()]
     slow = {run.notebook: run.seconds for run in runs if run.seconds > SECONDS_A_NOTEBOOK * ALLOWANCE}
     assert not slow, f"over {SECONDS_A_NOTEBOOK} s"
     assert sum(run.seconds for run in runs) <= SECONDS_IN_ALL * ALLOWANCE
 
 
-def test_executing_writes_nothing_beside_the_notebooks(runs, tmp_path):
-    # `runs` has executed everything once already; what a run would write, a second run writes again.
-    before = fingerprint(BOOK.notebooks)
-    for notebook in PARAMETERISED or BOOK.executed()[:1]:
-        execute(notebook, tmp_path / notebook.name, cwd=BOOK.notebooks)
-    assert fingerprint(BOOK.notebooks) == before
+def test_executing_writes_nothing_beside_the_notebooks(execution):
+    assert execution.after == execution.before
 
 
-def test_the_pages_render_from_a_fresh_run_too(runs, tmp_path):
+def test_the_pages_render_from_a_fresh_run_too(execution, tmp_path):
     assert BOOK.render(executed=True, html=tmp_path / "html").exists()
 
 
