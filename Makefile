@@ -26,13 +26,13 @@ help:  ## list the targets
 setup: $(INSTALLED)  ## make .venv and install the pinned requirements and the project
 
 $(INSTALLED): requirements.txt pyproject.toml
-	@$(PYTHON) -c "" || { echo "No Python found as '$(PYTHON)'. Install Python 3.11 or later, or name yours: make $(MAKECMDGOALS) PYTHON=/path/to/python3"; exit 1; }
+	@command -v $(PYTHON) >/dev/null || { echo "No Python found as '$(PYTHON)'. Install Python 3.11 or later, or name yours: make $(MAKECMDGOALS) PYTHON=/path/to/python3"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "This project needs Python 3.11 or later, and '$(PYTHON)' is $$($(PYTHON) -V 2>&1). Name a newer one: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 		echo "'$(PYTHON)' cannot make virtual environments: its venv module is missing (on Debian and Ubuntu: apt install python3-venv)."; exit 1; }
-	@echo "Setting up $(VENV) with $$($(PYTHON) -V): about 100 packages, pinned in requirements.txt."
-	@echo "With the CPU build of PyTorch that is about 500 MB to download and 1.9 GB on disk, a few minutes;"
+	@echo "Setting up $(VENV) with $$($(PYTHON) -V): about 130 packages, pinned in requirements.txt."
+	@echo "With the CPU build of PyTorch that is about 400 MB to download and 1.9 GB on disk, a few minutes;"
 	@echo "with its CUDA build (what pip picks on Linux unless told otherwise) several GB. The README says how to choose."
 	@$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt

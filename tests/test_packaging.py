@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -20,8 +21,12 @@ PINS = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "requirements.txt").read_te
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> zipfile.ZipFile:
+    # From a copy: setuptools builds beside the sources, and would find there what an earlier build left.
     folder = tmp_path_factory.mktemp("wheel")
-    command = ["pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", folder, ROOT]
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
+    command = ["pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", folder, folder]
     subprocess.run([sys.executable, "-m", *command], check=True, cwd=folder)
     (path,) = folder.glob("everybyte-*.whl")
     return zipfile.ZipFile(path)
