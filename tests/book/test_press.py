@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 
 import nbformat
@@ -98,3 +99,11 @@ def test_rendering_a_run_that_never_happened_says_what_to_do(small, capsys):
 def test_an_unknown_command_is_refused():
     with pytest.raises(SystemExit):
         main(["publish"])
+
+
+def test_every_make_target_that_the_prose_names_exists():
+    targets = set(re.findall(r"^([a-z]+):.*## ", (BOOK.root / "Makefile").read_text(), flags=re.MULTILINE))
+    for page in [*BOOK.root.glob("*.md"), *(BOOK.root / "book").glob("*.md")]:
+        named = set(re.findall(r"(?:`|\$ )(?:\w+=\S+ )*make ([a-z]+)", page.read_text(encoding="utf-8")))
+        assert named <= targets, page.name
+    assert {"book", "html", "test", "refresh", "serve", "train"} <= targets
