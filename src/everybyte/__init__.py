@@ -1,6 +1,8 @@
 """Trace a PyTorch training step without running it, measure it, and explain every byte."""
 
+from . import formulas, models, report
 from .measure import Measurement, measure
+from .saved import Saved, saved
 from .timeline import Timeline
 from .trace import Trace, trace
 from .units import format_bytes, parse_bytes
@@ -9,10 +11,15 @@ from .values import DataDependentShape
 __all__ = [
     "DataDependentShape",
     "Measurement",
+    "Saved",
     "Timeline",
     "Trace",
     "format_bytes",
+    "formulas",
     "measure",
+    "models",
     "parse_bytes",
+    "report",
+    "saved",
     "trace",
 ]

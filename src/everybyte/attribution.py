@@ -1,9 +1,9 @@
 """Whose memory it is: which module, which phase and which line of the user's code a moment of the run belongs to.
 
-Modules are followed by PyTorch's global module hooks, so the model is not touched. Backward needs one idea more: autograd
-numbers the nodes of its graph in the order in which they are made (`torch/csrc/autograd/function.h`, `sequence_nr`), so
-the numbers given out between a module's entry and its exit name the nodes that its forward made, and a backward op
-belongs to the module whose forward made its node.
+Modules are followed by PyTorch's global module hooks, so the model is not touched. Backward needs one idea more:
+autograd numbers the nodes of its graph in the order in which they are made (`torch/csrc/autograd/function.h`,
+`sequence_nr`), so the numbers given out between a module's entry and its exit name the nodes that its forward made, and
+a backward op belongs to the module whose forward made its node.
 """
 
 from __future__ import annotations
@@ -22,12 +22,22 @@ import torch
 from torch import nn
 from torch.nn.modules import module as _hooks
 from torch.optim import optimizer as _optim
+from torch.utils._pytree import tree_leaves
 
 _TORCH: Final = str(Path(torch.__file__).parent)
 _OURS: Final = str(Path(__file__).parent)
 _MACHINERY: Final = frozenset(
     str(Path(_OURS, name))
-    for name in ("attribution.py", "measure.py", "run.py", "saved.py", "trace.py", "values.py", "rules/cpu.py", "rules/engine.py")
+    for name in (
+        "attribution.py",
+        "measure.py",
+        "run.py",
+        "saved.py",
+        "trace.py",
+        "values.py",
+        "rules/cpu.py",
+        "rules/engine.py",
+    )
 )
 _NOT_USER: Final = (_TORCH, str(Path(contextlib.__file__)), "<")
 
@@ -40,6 +50,7 @@ class Attribution:
     Attributes:
         module: Path of the innermost module whose forward is running, `""` outside any. The outermost module of a
             forward goes by its class name, its children by their path inside it (`encoder.0.gate`).
+        given: Addresses of the storages that came into a module from outside any module and any graph.
     """
 
     def __init__(
@@ -59,6 +70,7 @@ class Attribution:
         self._numbers: list[int] = []
         self._makers: list[str] = []
         self._roots: list[nn.Module] = []
+        self.given: set[int] = set()
 
     @property
     def module(self) -> str:
@@ -100,7 +112,7 @@ class Attribution:
     def _path(self, module: nn.Module) -> str:
         if module not in self._paths:
             if not self._stack:
-                self._roots.append(module)
+                self._roots.append(module)  # kept, so that its tensors can be labelled at the end
                 for name, child in module.named_modules():
                     self._paths.setdefault(child, name)
                 self._paths[module] = type(module).__name__
@@ -110,6 +122,9 @@ class Attribution:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         path = self._path(module)
+        if not self._stack:
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            self.given |= {t.untyped_storage()._cdata for t in tensors if t.grad_fn is None}
         self._stack.append(path)
         self._mark()
         self._on_module(path)

@@ -75,7 +75,7 @@ class Measurement(Run):
             raise RuntimeError("the measurement is still running (or failed); read its timeline after the with block")
         return self._timeline
 
-    # -- marks left in the profile while the code runs -------------------------------------------------------------------
+    # -- marks left in the profile while the code runs -----------------------------------------------------------------
 
     def _begin_step(self, step: int, *, over: bool = False) -> None:
         self._steps_marked = max(self._steps_marked, step)
@@ -152,7 +152,9 @@ class _Reader:
             self._optimizer = True
             self._children(event)
             self._optimizer = False
-        elif self._kernel is None and kind == "TorchOp" and _is_kernel(name):
+        elif (
+            self._kernel is None and kind == "TorchOp" and _is_kernel(name, any(c.name == name for c in event.children))
+        ):
             self._kernel, self._made_in_kernel = name.split("::")[1], []
             self._children(event)
             for storage in self._made_in_kernel:
@@ -221,13 +223,21 @@ def _parameter_labels(parameters: list[torch.Tensor]) -> dict[int, str]:
 
 
 @cache
-def _is_kernel(name: str) -> bool:
-    """Whether a profiled op is one that a dispatch mode would see, rather than a composite of such ops."""
+def _is_kernel(name: str, calls_itself: bool) -> bool:
+    """Whether a profiled op is one that a dispatch mode would see, rather than a composite of such ops.
+
+    The profiler gives no overload. A name that has overloads of both sorts and calls its own name is the composite one
+    (`where` with a number calls `where` with tensors).
+    """
     namespace, _, op = name.partition("::")
     if not op or not hasattr(torch.ops, namespace):
         return False
     packet = getattr(getattr(torch.ops, namespace), op, None)
     overloads = packet.overloads() if hasattr(packet, "overloads") else []
     qualified = [name if o == "default" else f"{name}.{o}" for o in overloads]
-    known = [q for q in qualified if torch._C._dispatch_has_kernel(q)]
-    return not all(torch._C._dispatch_has_kernel_for_dispatch_key(q, "CompositeImplicitAutograd") for q in known)
+    composite = [
+        torch._C._dispatch_has_kernel_for_dispatch_key(q, "CompositeImplicitAutograd")
+        for q in qualified
+        if torch._C._dispatch_has_kernel(q)
+    ]
+    return not all(composite) and not (calls_itself and any(composite))

@@ -63,7 +63,10 @@ def check(namespace: Mapping[str, object], **kinds: Kind) -> SimpleNamespace:
 def injected_names(cells: Sequence[str]) -> list[str]:
     """The names that papermill's injected cells assign, in order."""
     assignments = (
-        statement for cell in cells if cell.startswith(INJECTED) for statement in ast.parse(cell).body
+        statement
+        for cell in cells
+        if cell.startswith(INJECTED)
+        for statement in ast.parse(cell).body
         if isinstance(statement, ast.Assign)
     )
     return [target.id for statement in assignments for target in statement.targets if isinstance(target, ast.Name)]

@@ -76,5 +76,7 @@ def _host_tensor(data: Any) -> torch.Tensor:
         raise TypeError(f"to_device() takes tensors, arrays, frames and numbers, not {type(data).__name__}")
     array = np.asarray(data)
     if array.dtype.hasobject or array.dtype.kind not in "biufc":
-        raise TypeError(f"to_device() takes numbers, not an array of {array.dtype}; convert it first, e.g. .astype('float32')")
+        raise TypeError(
+            f"to_device() takes numbers, not an array of {array.dtype}; convert it first, e.g. .astype('float32')"
+        )
     return torch.from_numpy(np.require(array, requirements=("C", "W")))

@@ -30,7 +30,7 @@ CATEGORIES: Final = (
     "input",
     "scratch",
 )
-"""What a storage is for. *Scratch* is allocated inside a kernel and released before it returns; `op` names the kernel."""
+"""What a storage is for. *Scratch* is made inside a kernel and released before it returns; `op` names the kernel."""
 
 PHASES: Final = ("forward", "backward", "optimizer", "other")
 

@@ -8,14 +8,14 @@ otherwise is stated in `rules`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any, Final, Self
 
 import torch
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,12 +23,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from . import values
 from .attribution import Attribution, user_frame, user_line
+from .kernels import META, Kernels
 from .rules import cpu, engine
 from .run import Run
 from .timeline import Recorder, Timeline
 from .values import DataDependentShape, KnownValues, UnknownRead
 
-META: Final = torch.device("meta")
 _RULES: Final = ("cpu",)
 _ITEM: Final = torch.ops.aten._local_scalar_dense.default
 _current_node = torch._C._current_autograd_node
@@ -86,18 +86,23 @@ class Trace(Run):
     Attributes:
         rules: Whose kernels' rules it follows.
         unknown_reads: Every place where the code asked for a value that nobody knows (it got the type's zero).
+        not_covered: Functions and backward nodes that the run used and that allocate otherwise in a real run.
     """
 
     def __init__(self, rules: str) -> None:
         self.rules = rules
         self.unknown_reads: list[UnknownRead] = []
+        self.not_covered: set[str] = set()
         self.known = KnownValues()
+        self._kernels = Kernels()
         self._recorder = Recorder()
-        self._attribution = Attribution(on_optimizer=self._on_optimizer)
+        self.attribution = Attribution(on_optimizer=self._on_optimizer)
         self._storages: dict[int, _Tracked] = {}  # by address of the storage
         self._foreign: dict[int, torch.Tensor] = {}  # twins on meta of real tensors that met traced ones
         self._scalars: list[tuple[int, int]] = []  # (node that may keep it, id) of numbers that became tensors
-        self._calls: list[Any] = []  # the backward node (or None) in which each open Python call into torch was made
+        self._calls: list[
+            tuple[Any, Any]
+        ] = []  # open Python calls into torch: the function, the backward node it is in
         self._optimizing = False
         self._steps_marked = 0
         self._timeline: Timeline | None = None
@@ -109,7 +114,10 @@ class Trace(Run):
             raise RuntimeError("a trace is already running; traces do not nest")
         engine.unshared()
         self._exit = ExitStack()
-        self._exit.enter_context(self._attribution.following())
+        self._exit.enter_context(self.attribution.following())
+        self._exit.enter_context(cpu.in_force())
+        self._exit.enter_context(_open_functional())
+        self._exit.enter_context(_counted(self, "get_rng_state"))
         self._exit.enter_context(_Functions(self))
         self._exit.enter_context(_Ops(self))
         _set_active(self)
@@ -129,6 +137,7 @@ class Trace(Run):
             "torch": torch.__version__.split("+")[0],
             "steps": self._steps_marked,
             "conditional": sorted({read.line for read in self.unknown_reads if read.decides_branch}),
+            "not_covered": sorted(self.not_covered),
         }
 
     @property
@@ -145,11 +154,16 @@ class Trace(Run):
         self._steps_marked = max(self._steps_marked, step)
 
     def _place(self, host: torch.Tensor) -> torch.Tensor:
+        return self.adopt(host, "to_device", "input")
+
+    def adopt(self, host: torch.Tensor, op: str, category: str | None = None) -> torch.Tensor:
+        """A new traced tensor in the likeness of a real one, its value remembered if it is small."""
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             host = host.detach()
             placed = torch.empty_strided(host.size(), _dense_strides(host), dtype=host.dtype, device=META)
             real = None if host.is_meta else host.clone(memory_format=torch.preserve_format)
-        self._count_new(placed, "to_device", category="input")
+        self._note_phase(_current_node())
+        self._count_new(placed, op, category=category)
         if real is not None:
             self._remember(placed, real)
         return placed
@@ -160,17 +174,19 @@ class Trace(Run):
         """Lets one op run on the meta device and records the storages it makes."""
         op = _describe(func)
         node = _current_node()
-        if node is not None and engine.takes_over(func, args, node):
+        if func in engine.WRITES and engine.takes_over(func, args, node, self._calls[-1][0] if self._calls else None):
             return args[0]
         self._note_phase(node)
+        if node is not None and node.name() in engine.NOT_REPRODUCED:
+            self.not_covered.add(node.name())
         tensors = _tensors(args, kwargs)
         if func is _ITEM:
             return self._read(tensors[0], op.name)
         args, kwargs = self._meet(tensors, args, kwargs)
         self._make_scalars(op, args, node)
-        real = self.known.follow(func, tensors, args, kwargs) if self._may_know(tensors) else None
+        real = self.known.follow(func, args, kwargs) if self.known.covers(tensors) else None
         try:
-            out = cpu.KERNELS.get(func, func)(*args, **kwargs)
+            out = self._kernels(func, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
             out = self._data_dependent(func, real, error)
         if not op.aliases:
@@ -213,6 +229,12 @@ class Trace(Run):
             self._recorder.label(event, category)
         self._storages[address] = _Tracked(event, nbytes, weakref.ref(storage, self._on_death(address)))
 
+    def count_host(self, tensor: torch.Tensor, op: str) -> None:
+        """Records a tensor in host memory that a function made without an op."""
+        node = _current_node()
+        self._note_phase(node)
+        self._count_new(tensor, op, node)
+
     def _on_death(self, address: int) -> Callable[[Any], None]:
         def die(_: Any) -> None:
             tracked = self._storages.pop(address, None)
@@ -224,21 +246,21 @@ class Trace(Run):
 
     def _whose(self, node: Any) -> tuple[str, str]:
         """Module and line that the op running now belongs to."""
-        if node is None or self._attribution.module:
-            return self._attribution.module, user_line()
+        if node is None or self.attribution.module:
+            return self.attribution.module, user_line()
         if isinstance(node, _ACCUMULATE_GRAD):
-            return self._attribution.owner(node.variable), user_line()
-        return self._attribution.module_of_node(node._sequence_nr()), user_line()
+            return self.attribution.owner(node.variable), user_line()
+        return self.attribution.module_of_node(node._sequence_nr()), user_line()
 
     def _note_phase(self, node: Any) -> None:
         if node is None and self._recorder.phase == "backward":
             self._label_gradients()
         self._recorder.enter_phase(
-            backward=node is not None, optimizer=self._optimizing, module=self._attribution.module
+            backward=node is not None, optimizer=self._optimizing, module=self.attribution.module
         )
 
     def _count_resized(self, tensors: list[torch.Tensor], op: _Op, node: Any) -> None:
-        """An op that writes into a tensor may give it a larger storage (`resize_`, `out=`): a new one, then the old freed."""
+        """An op may give a tensor it writes into a larger storage (`resize_`, `out=`): a new one, then the old freed."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             tracked = self._storages.get(storage._cdata)
@@ -251,9 +273,6 @@ class Trace(Run):
                 self._recorder.free(tracked.event)
 
     # -- values --------------------------------------------------------------------------------------------------------
-
-    def _may_know(self, tensors: list[torch.Tensor]) -> bool:
-        return not tensors or bool(len(self.known))
 
     def _remember(self, tensor: torch.Tensor, real: torch.Tensor) -> None:
         if tensor.is_meta and tensor.stride() == real.stride() and tensor.dtype == real.dtype:
@@ -293,18 +312,18 @@ class Trace(Run):
         if torch.Tag.dynamic_output_shape not in tags and torch.Tag.data_dependent_output not in tags:
             raise error
         if isinstance(real, torch.Tensor):
-            return self._place(real)
+            return self.adopt(real, func._schema.name.split("::")[1])
         if real is not None:
             return real
         raise DataDependentShape(
-            f"{user_line()}: the shape of {func._schema.name.split('::')[1]}'s result depends on values, which a trace does "
-            "not have; give the index as a small constant tensor, or use a fixed-size form (torch.where, a mask multiplied in)"
+            f"{user_line()}: the shape of {_describe(func).name}'s result depends on values, which a trace does not have; "
+            "index with a small constant tensor, or use a form of fixed size (torch.where, a mask multiplied in)"
         ) from None
 
     # -- strangers and numbers -----------------------------------------------------------------------------------------
 
     def _meet(self, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Lets real tensors from outside the trace meet traced ones: they stand in as meta tensors and are not counted."""
+        """Lets real tensors from outside meet traced ones: meta tensors stand in for them and are not counted."""
         strangers = [t for t in tensors if not t.is_meta]
         if not strangers or len(strangers) == len(tensors):
             return args, kwargs
@@ -324,20 +343,22 @@ class Trace(Run):
 
         A number that a gradient formula hands over is such a tensor already.
         """
-        if not op.tensor_slots or not self._calls or self._calls[-1] != node:
+        if not op.tensor_slots or not self._calls or self._calls[-1][1] != node:
             return
         maker = torch._C._autograd._get_sequence_nr() - 1
         for slot in op.tensor_slots:
             if slot < len(args) and isinstance(args[slot], (bool, int, float, complex)):
                 nbytes = _scalar_nbytes(args[slot])
-                event = self._recorder.alloc(nbytes, op=op.name, module=self._attribution.module, shape="[]")
+                event = self._recorder.alloc(nbytes, op=op.name, module=self.attribution.module, shape="[]")
                 self._scalars.append((maker, event))
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a Python-level call into torch, then follows the numbers that its graph kept."""
-        self._calls.append(_current_node())
+        if function in cpu.NOT_REPRODUCED:
+            self.not_covered.add(function.__name__)
+        self._calls.append((function, _current_node()))
         try:
-            out = function(*args, **kwargs)
+            out = cpu.FUNCTIONS.get(function, function)(*args, **kwargs)
         finally:
             self._calls.pop()
         if self._scalars:
@@ -361,7 +382,7 @@ class Trace(Run):
             self._recorder.label(tracked.event, category)
 
     def _label_modules(self) -> None:
-        for root in self._attribution.roots:
+        for root in self.attribution.roots:
             for parameter in root.parameters():
                 self._label(parameter, "parameter")
             for buffer in root.buffers():
@@ -369,7 +390,7 @@ class Trace(Run):
         self._label_gradients()
 
     def _label_gradients(self) -> None:
-        for root in self._attribution.roots:
+        for root in self.attribution.roots:
             for parameter in root.parameters():
                 if parameter.grad is not None:
                     self._label(parameter.grad, "gradient")
@@ -437,13 +458,19 @@ class _Functions(TorchFunctionMode):
             args = tuple(META if _is_host(a) else a for a in args)
             if _is_host(kwargs.get("device")):
                 kwargs = {**kwargs, "device": META}
-        function = cpu.FUNCTIONS.get(func, func)
-        return self.run.call(function, args, kwargs)
+        if func in _FACE and isinstance(args[0], torch.Tensor) and args[0].is_meta:
+            return _FACE[func]
+        if func is torch.Tensor.backward:
+            with self:  # what Python code runs inside (checkpointing, custom functions) is seen as well
+                return _backward(*args, **kwargs)
+        return self.run.call(func, args, kwargs)
 
     def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         device = kwargs.get("device")
         if device is not None and not _is_host(device) and torch.device(device) != META:
-            raise ValueError(f"{user_line()}: device={str(device)!r} in a trace by CPU rules; use 'cpu', or trace by other rules")
+            raise ValueError(
+                f"{user_line()}: device={str(device)!r} in a trace by CPU rules; use 'cpu', or trace by other rules"
+            )
         if func in (torch.tensor, torch.asarray, torch.as_tensor):
             return self._from_data(func, args, {**kwargs, "device": "cpu"})
         return self.run.call(func, args, {**kwargs, "device": META})
@@ -453,8 +480,68 @@ class _Functions(TorchFunctionMode):
             return self.run.call(func, args, {**kwargs, "device": META})
         with torch._C._DisableTorchDispatch():
             real = func(*args, **kwargs)
-        placed = self.run._place(real)
+        placed = self.run.adopt(real, func.__name__)
         return placed.requires_grad_(real.requires_grad) if real.requires_grad else placed
+
+
+_FACE: Final = {
+    torch.Tensor.device.__get__: torch.device("cpu"),
+    torch.Tensor.is_cpu.__get__: True,
+    torch.Tensor.is_meta.__get__: False,
+}
+"""What a traced tensor says of itself, so that code which looks goes the way it goes on the real device."""
+
+
+@contextmanager
+def _open_functional() -> Iterator[None]:
+    """Lets a function mode see into `torch.nn.functional`.
+
+    Its Python functions hand themselves over to a mode as a whole, and then run with the mode off. Here they hand
+    themselves over only to tensor types of the user's own.
+    """
+
+    def overridden(*tensors: Any) -> bool:
+        kinds = {type(t) for t in tree_leaves(tensors)} - {torch.Tensor, torch.nn.Parameter}
+        plain = torch._C._disabled_torch_function_impl
+        return any(getattr(kind, "__torch_function__", plain) is not plain for kind in kinds)
+
+    names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    before = {name: getattr(F, name) for name in names}
+    for name in names:
+        setattr(F, name, overridden)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(F, name, function)
+
+
+@contextmanager
+def _counted(run: Trace, name: str) -> Iterator[None]:
+    """Counts what a function of `torch` returns, which allocates without an op that a mode could see."""
+    function = getattr(torch, name)
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        made = function(*args, **kwargs)
+        run.count_host(made, name)
+        return made
+
+    setattr(torch, name, counting)
+    try:
+        yield
+    finally:
+        setattr(torch, name, function)
+
+
+def _backward(
+    tensor: torch.Tensor,
+    gradient: torch.Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """`Tensor.backward` without its own check for function modes."""
+    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 def _is_host(device: Any) -> bool:

@@ -1,7 +1,7 @@
 """Units of memory, said once: GB is 1000 MB, GiB is 1024 MiB, and bytes come first.
 
-    KB, MB, GB     powers of 1000, as disks and most papers count
-    KiB, MiB, GiB  powers of 1024, as allocators and `nvidia-smi` count
+KB, MB, GB     powers of 1000, as disks and most papers count
+KiB, MiB, GiB  powers of 1024, as allocators and `nvidia-smi` count
 """
 
 from __future__ import annotations

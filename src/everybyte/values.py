@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import ast
 import linecache
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 LIMIT: Final = 4096
 """Storages of at most this many bytes keep their values."""
 
 aten: Final = torch.ops.aten
-_UNKNOWN: Final = frozenset({"empty", "empty_strided", "empty_permuted", "empty_like", "new_empty", "new_empty_strided"})
+_UNKNOWN: Final = frozenset(
+    {"empty", "empty_strided", "empty_permuted", "empty_like", "new_empty", "new_empty_strided"}
+)
 
 
 class DataDependentShape(RuntimeError):
@@ -63,17 +67,22 @@ class KnownValues:
         real = torch.empty(0, dtype=tensor.dtype)
         return real.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
-    def follow(self, func: Any, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
-        """Runs an op on the twins of its arguments.
+    def covers(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether all these tensors are traced ones whose values are known."""
+        if not tensors:
+            return True
+        twins = self._twins
+        return all(t.is_meta and t.untyped_storage()._cdata in twins for t in tensors)
+
+    def follow(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs an op on the twins of its arguments, all of which `covers` says are known.
 
         Returns:
-            The real result, or None if the op's result is not known.
+            The real result, or None if the op's result does not follow from its arguments or is too large to keep.
         """
         if torch.Tag.nondeterministic_seeded in func.tags or func._schema.name.split("::")[1] in _UNKNOWN:
             return None
-        if tensors and any(t.is_meta and t.untyped_storage()._cdata not in self._twins for t in tensors):
-            return None
-        if not tensors and _numel(args) > LIMIT:
+        if _numel(args) > LIMIT:
             return None
 
         def real(leaf: Any) -> Any:
@@ -88,51 +97,57 @@ class KnownValues:
 
 
 def _numel(args: Any) -> int:
-    """A bound on the size of what a factory makes, from the numbers among its arguments."""
-    size = 1
-    for leaf in tree_leaves(args):
-        if isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
-            size *= max(1, abs(int(leaf)))
-    return size
+    """A bound on the number of elements that a factory makes, from the whole numbers among its arguments."""
+    sizes = [arg for arg in args if isinstance(arg, (list, tuple))] or [args]
+    return max(math.prod(max(1, abs(n)) for n in size if isinstance(n, int)) for size in sizes)
 
 
 def decides_branch(filename: str, lineno: int) -> bool:
-    """Whether the value read on this line of source decides which way the program goes.
+    """Whether a value read on this line of source decides which way the program goes.
 
-    True if the line lies in the test of an `if`, `while`, conditional expression, `assert` or comparison, or if it
-    assigns a name that such a test of the same function uses.
+    True if the line lies in a comparison or in the test of an `if`, `while`, `assert`, conditional expression or
+    comprehension, or if it assigns a name that such a test of the same function uses. Where the source cannot be read,
+    the answer is the cautious one.
     """
-    source = "".join(linecache.getlines(filename))
     try:
-        tree = ast.parse(source)
+        tree = ast.parse("".join(linecache.getlines(filename)))
     except (SyntaxError, ValueError):
-        return True  # unreadable source: assume the worst
-    scope = _innermost_scope(tree, lineno)
-    tests = [node.test for node in ast.walk(scope) if isinstance(node, (ast.If, ast.While, ast.IfExp, ast.Assert))]
-    tests += [node for node in ast.walk(scope) if isinstance(node, ast.Compare)]
-    tests += [test for node in ast.walk(scope) if isinstance(node, ast.comprehension) for test in node.ifs]
-    if any(test.lineno <= lineno <= (test.end_lineno or test.lineno) for test in tests):
         return True
-    assigned = _names_assigned_on(scope, lineno)
-    used = {node.id for test in tests for node in ast.walk(test) if isinstance(node, ast.Name)}
-    return bool(assigned & used)
+    own = list(_own_nodes(_innermost_function(tree, lineno)))
+    tests: list[ast.AST] = [node for node in own if isinstance(node, ast.Compare)]
+    for node in own:
+        if isinstance(node, (ast.If, ast.While, ast.IfExp, ast.Assert)):
+            tests.append(node.test)
+        elif isinstance(node, ast.comprehension):
+            tests += node.ifs
+    if any(_spans(test, lineno) for test in tests):
+        return True
+    assigned: set[str] = set()
+    for node in own:
+        if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr)) and _spans(node, lineno):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                assigned |= _names(target)
+    return any(assigned & _names(test) for test in tests)
 
 
-def _innermost_scope(tree: ast.AST, lineno: int) -> ast.AST:
-    scope, width = tree, float("inf")
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.lineno <= lineno <= (node.end_lineno or 0):
-            span = (node.end_lineno or 0) - node.lineno
-            if span < width:
-                scope, width = node, span
-    return scope
+def _innermost_function(tree: ast.AST, lineno: int) -> ast.AST:
+    functions = [
+        n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)) and _spans(n, lineno)
+    ]
+    return max(functions, key=lambda function: function.lineno, default=tree)
 
 
-def _names_assigned_on(scope: ast.AST, lineno: int) -> set[str]:
-    names: set[str] = set()
-    for node in ast.walk(scope):
-        if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr)):
-            if node.lineno <= lineno <= (node.end_lineno or node.lineno):
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                names |= {leaf.id for target in targets for leaf in ast.walk(target) if isinstance(leaf, ast.Name)}
-    return names
+def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function or module, those of functions defined in it left out."""
+    for child in ast.iter_child_nodes(scope):
+        yield child
+        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield from _own_nodes(child)
+
+
+def _spans(node: Any, lineno: int) -> bool:
+    return node.lineno <= lineno <= (node.end_lineno or node.lineno)
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {leaf.id for leaf in ast.walk(node) if isinstance(leaf, ast.Name)}

@@ -115,6 +115,10 @@ class TFTConfig:
             raise ValueError(f"quantiles={self.quantiles!r} must rise, each between 0 and 1: such as (0.1, 0.5, 0.9)")
         if unknown := set(self.biases) - {*BIASED, "context", "qkv"}:
             raise ValueError(f"biases names {sorted(unknown)}: choose from {', '.join((*BIASED, 'context', 'qkv'))}")
+        if self.context == "selection" and not (self.selection == "grn" or self.recurrence == "lstm" or self.gates):
+            raise ValueError(
+                "context='selection' feeds no layer of this model: set selection='grn', or context='every'"
+            )
         if self.known_in_history and not self.embedding:
             raise ValueError("known_in_history shares the calendar's embeddings: set embedding=True as well")
 
@@ -189,11 +193,12 @@ class StackedLayerNorm(nn.Module):
 
     def __init__(self, copies: int, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(copies, 1, 1, width))
-        self.bias = nn.Parameter(torch.zeros(copies, 1, 1, width))
+        self.weight = nn.Parameter(torch.ones(copies, 1, width))
+        self.bias = nn.Parameter(torch.zeros(copies, 1, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.addcmul(self.bias, F.layer_norm(x, x.shape[-1:]), self.weight)
+        flat = F.layer_norm(x, x.shape[-1:]).flatten(1, -2)  # (n, b*t, w)
+        return torch.addcmul(self.bias, flat, self.weight).view_as(x)
 
 
 def linear(width_in: int, width: int, bias: bool, copies: int | None = None) -> nn.Module:

@@ -9,11 +9,11 @@ other holder.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any, Final
 
 import torch
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten: Final = torch.ops.aten
@@ -60,7 +60,9 @@ def unshared() -> tuple[int, int]:
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the tensor fills its memory without gaps or overlaps, in any order of dimensions."""
     expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1):
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1
+    ):
         if size == 0:
             return True
         if stride != expected:
@@ -69,20 +71,64 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-Rule = Callable[[str], bool]
-IN_PLACE: Final[dict[Any, frozenset[str] | None]] = {}
-"""Op -> names of the backward nodes in which a real run writes into argument 0; None for every node."""
+def _nodes(names: str) -> frozenset[str]:
+    return frozenset(f"{name}Backward{n}" for name, n in (word.split(":") for word in names.split()))
 
 
-def takes_over(func: Any, args: tuple[Any, ...], node: Any) -> bool:
-    """Whether a real run would write this op's result into argument 0, given the backward node that is running."""
+IN_PLACE: Final[dict[Any, frozenset[str]]] = {
+    aten.scatter_add.default: _nodes("Gather:0 Cummax:0 Cummin:0"),
+    aten.scatter.src: _nodes("Max:0 Min:0 Median:1 Nanmedian:1 Mode:0 Kthvalue:0 Sort:0 Sort:1 Topk:0"),
+    aten.index_add.default: _nodes("IndexSelect:0"),
+    aten.index_put.default: _nodes("Index:0"),
+    aten.put.default: _nodes("Take:0"),
+    aten.masked_scatter.default: _nodes("MaskedSelect:0"),
+    aten.index_fill.int_Tensor: _nodes("Trace:0"),
+    aten.masked_fill.Scalar: _nodes("Atan2:0"),
+    aten.logical_and.default: _nodes("Clamp:0"),
+    aten.logical_or.default: _nodes("Clamp:0"),
+    aten.diagonal_scatter.default: _nodes("LinalgEigh:0 LinalgEig:0"),
+    aten.mul.Tensor: _nodes("BinaryCrossEntropy:0 BinaryCrossEntropyWithLogits:0"),
+    aten.sub.Tensor: _nodes("BinaryCrossEntropyWithLogits:0"),
+}
+"""Op -> backward nodes whose formula, in a real run, writes the op's result into argument 0 (a tensor it made itself).
+Found by running every differentiable op of PyTorch's own test suite with and without a dispatch mode."""
+
+COMPOSITES: Final = frozenset(
+    {
+        F.linear,
+        F.scaled_dot_product_attention,
+        F.multi_head_attention_forward,
+        torch.gru,
+        torch.rnn_tanh,
+        torch.rnn_relu,
+    }
+)
+"""Functions that add a bias or a mask to a product of their own, in place in a real run (`ATen/native/Linear.cpp`)."""
+
+NOT_REPRODUCED: Final = _nodes(
+    "MaskedFill:1 Prod:0 Prod:1 Cumprod:0 Max:1 Min:1 Median:0 Nanmedian:0 Mish:0 CtcLoss:1 "
+    "LinalgMatrixExp:0 LinalgHouseholderProduct:0 LinalgEig:0 Ormqr:0"
+)
+"""Nodes for which PyTorch takes another algorithm under a dispatch mode, not only another variant of the same op."""
+
+
+WRITES: Final = frozenset({ENGINE_SUM, *IN_PLACE})
+
+
+def takes_over(func: Any, args: tuple[Any, ...], node: Any, caller: Any) -> bool:
+    """Whether a real run would write this op's result into argument 0.
+
+    Args:
+        func: The op as a dispatch mode sees it.
+        args: Its arguments.
+        node: The backward node that is running, or None.
+        caller: The function of torch's Python face that is running, or None.
+    """
     if func is ENGINE_SUM:
+        if node is None or caller in COMPOSITES:
+            return caller in COMPOSITES and holders(args[0]) == unshared()
         old, new = args[0], args[1]
-        return (
-            isinstance(new, torch.Tensor)
-            and old.shape == new.shape
-            and holders(old) == unshared()
-            and is_dense(old)
-        )
-    nodes = IN_PLACE.get(func, frozenset())
-    return nodes is None or node.name() in nodes
+        same = isinstance(new, torch.Tensor) and old.shape == new.shape
+        return same and not torch.is_grad_enabled() and holders(old) == unshared() and is_dense(old)
+    nodes = IN_PLACE.get(func)
+    return nodes is not None and node is not None and node.name() in nodes and holders(args[0])[1] == unshared()[1]

@@ -1,0 +1,1 @@
+"""What theory says, as sympy expressions: LaTeX for the page, integers for the code. Imports no torch."""

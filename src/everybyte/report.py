@@ -1,0 +1,140 @@
+"""Tables and figures, each made from a timeline with one line.
+
+The colours are Okabe and Ito's eight, which the colour-blind tell apart: one a category, the same on every page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import pandas as pd
+
+from .timeline import CATEGORIES, Timeline
+from .units import GB, MB
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS: Final = {
+    "parameter": "#0072B2",
+    "buffer": "#999999",
+    "gradient": "#D55E00",
+    "optimizer state": "#E69F00",
+    "activation": "#009E73",
+    "temporary": "#CC79A7",
+    "input": "#56B4E9",
+    "scratch": "#F0E442",
+}
+
+EVIDENCE: Final = ("claimed", "computed", "traced", "measured", "recorded")
+
+
+def ledger(rows: Mapping[str, Mapping[str, int]]) -> pd.DataFrame:
+    """Sets the evidence for each quantity side by side.
+
+    Args:
+        rows: For each quantity, its bytes by kind of evidence, for example
+            `{"peak": {"computed": 1_024, "traced": 1_024}}`.
+
+    Returns:
+        A frame with a row for each quantity, a column for each kind of evidence that occurs, in the order of
+        `EVIDENCE`, and `difference`: the last kind minus the one before it, 0 where they agree to the byte.
+
+    Raises:
+        ValueError: If a kind of evidence is none of `EVIDENCE`.
+    """
+    unknown = {kind for evidence in rows.values() for kind in evidence} - set(EVIDENCE)
+    if unknown:
+        raise ValueError(f"{sorted(unknown)[0]!r} is no kind of evidence; there are {', '.join(EVIDENCE)}")
+    table = pd.DataFrame(
+        [{kind: evidence.get(kind) for kind in EVIDENCE} for evidence in rows.values()],
+        index=pd.Index(list(rows), name="quantity"),
+        dtype="Int64",
+    ).dropna(axis=1, how="all")
+    last = table.apply(lambda row: row.dropna().tolist(), axis=1)
+    table["difference"] = pd.array([v[-1] - v[-2] if len(v) > 1 else None for v in last], dtype="Int64")
+    return table
+
+
+def composition(timeline: Timeline, event: int | None = None) -> pd.DataFrame:
+    """What is live at the peak by category: storages, bytes and share, in the order of `CATEGORIES`, with a total."""
+    table = timeline.by("category", event)
+    table = table.loc[[c for c in CATEGORIES if c in table.index]]
+    table["share"] = (table["nbytes"] / table["nbytes"].sum()).round(4)
+    table.loc["total"] = [table["nbytes"].sum(), table["storages"].sum(), 1.0]
+    return table.astype({"nbytes": "int64", "storages": "int64"})
+
+
+def life(timeline: Timeline, ax: Axes | None = None, *, start: int | None = None) -> Axes:
+    """Draws the life of a run: live bytes by category over the events, stacked, the peak marked and named.
+
+    Args:
+        timeline: The run.
+        ax: Axes to draw on; a new figure's if left out.
+        start: First event to draw; the start of step 0 if left out.
+    """
+    from matplotlib import pyplot as plt
+
+    ax = ax or plt.subplots(figsize=(9, 4))[1]
+    first = int(timeline.info.get("start_event", 0)) if start is None else start
+    unit, name = _unit(timeline.peak_bytes)
+    curves = _live_by_category(timeline)
+    shown = [category for category in CATEGORIES if curves[category][first:].any()]
+    x = np.arange(first, len(timeline))
+    keep = _corners(np.sum([curves[c] for c in shown], axis=0)[first:])
+    ax.stackplot(
+        x[keep],
+        [curves[category][first:][keep] / unit for category in shown],
+        labels=shown,
+        colors=[COLOURS[category] for category in shown],
+        linewidth=0,
+    )
+    ax.axvline(timeline.peak, color="0.5", linewidth=0.8, linestyle=":")
+    ax.annotate(
+        f"peak {timeline.peak_bytes / unit:,.3f} {name}",
+        (timeline.peak, timeline.peak_bytes / unit),
+        xytext=(4, 4),
+        textcoords="offset points",
+    )
+    ax.set(xlabel="allocations and releases, in order", ylabel=f"live, {name}", xlim=(first, len(timeline)))
+    ax.set_ylim(0, timeline.peak_bytes / unit * 1.12)
+    ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    return ax
+
+
+def bars(table: pd.DataFrame, ax: Axes | None = None, *, column: str = "nbytes", most: int = 12) -> Axes:
+    """Draws a table of bytes as horizontal bars, the largest on top; what is beyond `most` rows is drawn as one bar."""
+    from matplotlib import pyplot as plt
+
+    values = table[column].sort_values(ascending=False)
+    if len(values) > most:
+        rest = values.iloc[most - 1 :]
+        values = pd.concat([values.iloc[: most - 1], pd.Series({f"{len(rest)} others": rest.sum()})])
+    unit, name = _unit(int(values.max()))
+    ax = ax or plt.subplots(figsize=(9, 0.35 * len(values) + 1))[1]
+    labels = [str(label) or "(outside any module)" for label in values.index]
+    ax.barh(labels, values / unit, color=[COLOURS.get(label, COLOURS["parameter"]) for label in labels])
+    ax.invert_yaxis()
+    ax.set(xlabel=name)
+    return ax
+
+
+def _unit(nbytes: int) -> tuple[int, str]:
+    return (GB, "GB") if nbytes >= GB else (MB, "MB") if nbytes >= MB else (1, "B")
+
+
+def _live_by_category(timeline: Timeline) -> dict[str, np.ndarray]:
+    frame = timeline.frame()
+    change = np.where(frame["action"] == "alloc", frame["nbytes"], -frame["nbytes"])
+    category = frame["category"].to_numpy()
+    return {name: np.cumsum(np.where(category == name, change, 0)) for name in CATEGORIES}
+
+
+def _corners(total: np.ndarray, most: int = 4000) -> np.ndarray:
+    """Which events to draw so that no peak is lost: in each of `most` stretches its first, highest and lowest."""
+    if len(total) <= 3 * most:
+        return np.arange(len(total))
+    edges: Sequence[np.ndarray] = np.array_split(np.arange(len(total)), most)
+    return np.unique([i for part in edges for i in (part[0], part[total[part].argmax()], part[total[part].argmin()])])

@@ -1,0 +1,241 @@
+"""What autograd keeps between the forward and the backward pass, a row for each storage, and why.
+
+Autograd's graph holds the answer: each node keeps the operands that its gradient formula names. So the graph is walked
+from the output backwards and each node is asked for what it kept. Nothing is hooked, so nothing about the run changes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import pandas as pd
+import torch
+from torch.utils._pytree import tree_leaves
+
+from . import trace as tracing
+from .attribution import Attribution
+
+COLUMNS: Final = ("nbytes", "shape", "dtype", "module", "op", "role", "operand", "why", "uses")
+
+
+def saved(function: Callable[[], Any], rules: str | None = None) -> Saved:
+    """Runs a forward pass and lists what autograd kept for its backward pass.
+
+        >>> layer = torch.nn.Linear(4, 8)
+        >>> saved(lambda: layer(torch.ones(2, 4))).total_bytes  # the input: 2 x 4 numbers of 4 bytes
+        32
+
+    Args:
+        function: A function of no arguments that runs a forward pass and returns its output: a tensor, or tensors in
+            tuples, lists and dicts.
+        rules: Whose kernels' rules decide what is kept. None: the rules of the trace that is running, else what really
+            happens on the tensors' own device. With a name, as in `trace`, the function is run in a trace of its own
+            and must make its tensors inside.
+
+    Returns:
+        The saved storages, none of them held alive. Parameters are left out, inputs and buffers counted and labelled.
+
+    Raises:
+        ValueError: If the output has no gradient graph, or `rules` names other rules than those of the running trace.
+    """
+    running = tracing.active()
+    if rules is not None and running is None:
+        with tracing.trace(rules=rules):
+            return saved(function)
+    if rules is not None and running is not None and rules != running.rules:
+        raise ValueError(f"rules={rules!r} inside a trace by the rules {running.rules!r}; leave it out")
+    attribution = running.attribution if running is not None else Attribution()
+    if running is not None:
+        output = function()
+    else:
+        with attribution.following():
+            output = function()
+    return _collect(output, function, attribution)
+
+
+@dataclass(frozen=True)
+class Output:
+    """What the forward pass returned.
+
+    Attributes:
+        nbytes: Bytes of the output's storages.
+        unsaved_bytes: Those that are live after the forward pass though no gradient formula needs them.
+        shapes: The shape of each tensor.
+    """
+
+    nbytes: int
+    unsaved_bytes: int
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The storages that autograd keeps. Made by `saved`.
+
+    Attributes:
+        rows: A dict for each storage, with the columns of `frame`.
+        output: What the forward pass returned.
+        parameter_bytes: Bytes of the parameters among the kept operands, which are left out of the rows.
+    """
+
+    rows: tuple[dict[str, Any], ...]
+    output: Output
+    parameter_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes kept, each storage once, parameters left out."""
+        return sum(row["nbytes"] for row in self.rows)
+
+    def frame(self) -> pd.DataFrame:
+        """A row for each storage in the order in which the forward pass first saved it.
+
+        Columns: nbytes (of the whole storage), shape and dtype (of the operand that first kept it), module (whose
+        forward kept it first), op, role (activation, input, buffer), operand (its name in PyTorch's derivative
+        formula), why, and uses (how many gradient formulas need it).
+        """
+        return pd.DataFrame(list(self.rows), columns=list(COLUMNS))
+
+    def by(self, key: str) -> pd.DataFrame:
+        """Kept bytes and number of storages for each value of a column, largest first."""
+        if key not in COLUMNS:
+            raise ValueError(f"no column {key!r}; choose one of {', '.join(COLUMNS)}")
+        groups = self.frame().groupby(key, sort=True)["nbytes"]
+        table = pd.DataFrame({"nbytes": groups.sum(), "storages": groups.count()})
+        return table.sort_values("nbytes", ascending=False, kind="stable")
+
+    def __repr__(self) -> str:
+        return f"<Saved: {self.total_bytes:,} B in {len(self.rows):,} storages>"
+
+
+# -- the walk ----------------------------------------------------------------------------------------------------------
+
+
+def _collect(output: Any, function: Callable[[], Any], attribution: Attribution) -> Saved:
+    outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    nodes = _graph([tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None])
+    if not nodes:
+        raise ValueError(
+            "the output has no gradient graph: run with gradients enabled on something that requires a gradient, and "
+            "return the output"
+        )
+    modules = attribution.roots
+    leaves = [node.variable for node in nodes if isinstance(node, _ACCUMULATE_GRAD)]
+    parameters = {_storage(leaf) for leaf in leaves if isinstance(leaf, torch.nn.Parameter)}
+    parameters |= {_storage(parameter) for module in modules for parameter in module.parameters()}
+    buffers = {_storage(buffer) for module in modules for buffer in module.buffers()}
+    inputs = {_storage(tensor) for tensor in (*leaves, *_closed_over(function))} | attribution.given
+    rows: dict[int, dict[str, Any]] = {}
+    parameter_bytes: dict[int, int] = {}
+    for node in nodes:
+        op = _op_name(node.name())
+        for operand, tensor in _operands(node):
+            storage, nbytes = _storage(tensor), tensor.untyped_storage().nbytes()
+            if storage in parameters:
+                parameter_bytes[storage] = nbytes
+            elif storage in rows:
+                rows[storage]["uses"] += 1
+            elif nbytes:
+                rows[storage] = {
+                    "nbytes": nbytes,
+                    "shape": list(tensor.shape),
+                    "dtype": str(tensor.dtype).removeprefix("torch."),
+                    "module": attribution.module_of_node(node._sequence_nr()),
+                    "op": op,
+                    "role": "buffer" if storage in buffers else "input" if storage in inputs else "activation",
+                    "operand": operand,
+                    "why": _why(op, operand),
+                    "uses": 1,
+                }
+    returned = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in outputs}
+    unsaved = sum(nbytes for storage, nbytes in returned.items() if storage not in rows and storage not in parameters)
+    described = Output(sum(returned.values()), unsaved, tuple(tuple(tensor.shape) for tensor in outputs))
+    return Saved(tuple(rows.values()), described, sum(parameter_bytes.values()))
+
+
+_ACCUMULATE_GRAD: Final = torch._C._functions.AccumulateGrad
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _graph(roots: list[Any]) -> list[Any]:
+    """Every node that is reachable from `roots`, in the order in which the forward pass made them."""
+    found, frontier = set(roots), list(roots)
+    while frontier:
+        for parent, _ in frontier.pop().next_functions:
+            if parent is not None and parent not in found:
+                found.add(parent)
+                frontier.append(parent)
+    return sorted(found, key=lambda node: node._sequence_nr())
+
+
+def _operands(node: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that a node itself holds, by their names in PyTorch's derivative formulas.
+
+    What hooks have packed away (checkpointing, offloading) is held by them and not by the node.
+    """
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            raw = getattr(node, name)
+            for kept in raw if isinstance(raw, (tuple, list)) else (raw,):
+                if kept is not None and kept.unpack_hook is None and isinstance(tensor := kept.data, torch.Tensor):
+                    yield name.removeprefix("_raw_saved_"), tensor
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        for kept in node._raw_saved_tensors:
+            if kept.unpack_hook is None and isinstance(tensor := kept.data, torch.Tensor):
+                yield "saved by the function", tensor
+
+
+def _closed_over(function: Callable[[], Any]) -> list[torch.Tensor]:
+    """Tensors that a function finds in its surroundings: what its author regards as its inputs."""
+    try:
+        around = inspect.getclosurevars(function)
+    except TypeError:
+        return []
+    values = [*around.nonlocals.values(), *around.globals.values()]
+    return [leaf for value in values for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+# -- why ---------------------------------------------------------------------------------------------------------------
+
+_FACTOR: Final = "the other factor's gradient is the incoming one times this"
+_REASONS: Final = {
+    ("addmm", "mat1"): "input of a product whose weight learns: its gradient is X^T dY",
+    ("mm", "self"): "input of a product whose weight learns: its gradient is X^T dY",
+    ("addmm", "mat2"): "weight of a product whose input passes a gradient on: dX = dY W^T",
+    ("mm", "mat2"): "weight of a product whose input passes a gradient on: dX = dY W^T",
+    ("bmm", "self"): _FACTOR,
+    ("bmm", "mat2"): _FACTOR,
+    ("mul", "self"): _FACTOR,
+    ("mul", "other"): _FACTOR,
+    ("native_layer_norm", "input"): "normalised anew in backward, from the two statistics",
+    ("native_layer_norm", "result1"): "mean of each row",
+    ("native_layer_norm", "result2"): "reciprocal standard deviation of each row",
+    ("native_dropout", "result1"): "mask: which elements were dropped",
+    ("max", "indices"): "where each maximum came from, so that its gradient goes back there",
+    ("embedding", "indices"): "which rows of the table were read, so that their gradients go back there",
+    ("index", "indices"): "which elements were read, so that their gradients go back there",
+    ("nll_loss", "target"): "which class was right",
+    ("mkldnn_rnn_layer", "result3"): "oneDNN's workspace: the gates of every step",
+}
+"""What PyTorch's derivative formulas (`tools/autograd/derivatives.yaml`) need an operand for, where worth saying."""
+
+
+def _why(op: str, operand: str) -> str:
+    if (op, operand) in _REASONS:
+        return _REASONS[op, operand]
+    if operand.startswith("result") or operand in ("output", "logsumexp"):
+        return f"the gradient of {op} is written in its output"
+    return f"the gradient of {op} depends on its {'input' if operand == 'self' else operand}"
+
+
+def _op_name(node: str) -> str:
+    """`NativeLayerNormBackward0` -> `native_layer_norm`."""
+    name = re.sub(r"Backward\d*$", "", node.split("::")[-1])
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
