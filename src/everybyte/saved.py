@@ -1,19 +1,23 @@
 """What autograd keeps between the forward and the backward pass, a row for each storage, and why.
 
 Autograd's graph holds the answer: each node keeps the operands that its gradient formula names. So the graph is walked
-from the output backwards and each node is asked for what it kept. Nothing is hooked, so nothing about the run changes.
+from the output backwards and each node is asked for what it kept. Nothing is hooked, so nothing about the run changes;
+in-place operations on views are the one exception (`_InPlaceOnViews`).
 """
 
 from __future__ import annotations
 
 import inspect
 import re
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import pandas as pd
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from . import trace as tracing
@@ -49,12 +53,10 @@ def saved(function: Callable[[], Any], rules: str | None = None) -> Saved:
     if rules is not None and running is not None and rules != running.rules:
         raise ValueError(f"rules={rules!r} inside a trace by the rules {running.rules!r}; leave it out")
     attribution = running.attribution if running is not None else Attribution()
-    if running is not None:
+    hidden = _InPlaceOnViews()
+    with attribution.following() if running is None else nullcontext(), hidden:
         output = function()
-    else:
-        with attribution.following():
-            output = function()
-    return _collect(output, function, attribution)
+    return _collect(output, function, attribution, hidden)
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,9 @@ class Saved:
 # -- the walk ----------------------------------------------------------------------------------------------------------
 
 
-def _collect(output: Any, function: Callable[[], Any], attribution: Attribution) -> Saved:
+def _collect(
+    output: Any, function: Callable[[], Any], attribution: Attribution, hidden: _InPlaceOnViews
+) -> Saved:
     outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     nodes = _graph([tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None])
     if not nodes:
@@ -131,30 +135,38 @@ def _collect(output: Any, function: Callable[[], Any], attribution: Attribution)
     inputs = {_storage(tensor) for tensor in (*leaves, *_closed_over(function))} | attribution.given
     rows: dict[int, dict[str, Any]] = {}
     parameter_bytes: dict[int, int] = {}
-    for node in nodes:
-        op = _op_name(node.name())
-        for operand, tensor in _operands(node):
-            storage, nbytes = _storage(tensor), tensor.untyped_storage().nbytes()
-            if storage in parameters:
-                parameter_bytes[storage] = nbytes
-            elif storage in rows:
-                rows[storage]["uses"] += 1
-            elif nbytes:
-                rows[storage] = {
-                    "nbytes": nbytes,
-                    "shape": list(tensor.shape),
-                    "dtype": str(tensor.dtype).removeprefix("torch."),
-                    "module": attribution.module_of_node(node._sequence_nr()),
-                    "op": op,
-                    "role": "buffer" if storage in buffers else "input" if storage in inputs else "activation",
-                    "operand": operand,
-                    "why": _why(op, operand),
-                    "uses": 1,
-                }
+    kept = [_Kept(node._sequence_nr(), _op_name(node.name()), *named) for node in nodes for named in _operands(node)]
+    for number, op, operand, tensor in sorted([*kept, *hidden.kept()], key=lambda kept: kept.number):
+        storage, nbytes = _storage(tensor), tensor.untyped_storage().nbytes()
+        if storage in parameters:
+            parameter_bytes[storage] = nbytes
+        elif storage in rows:
+            rows[storage]["uses"] += 1
+        elif nbytes:
+            rows[storage] = {
+                "nbytes": nbytes,
+                "shape": list(tensor.shape),
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "module": attribution.module_of_node(number),
+                "op": op,
+                "role": "buffer" if storage in buffers else "input" if storage in inputs else "activation",
+                "operand": operand,
+                "why": _why(op, operand),
+                "uses": 1,
+            }
     returned = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in outputs}
     unsaved = sum(nbytes for storage, nbytes in returned.items() if storage not in rows and storage not in parameters)
     described = Output(sum(returned.values()), unsaved, tuple(tuple(tensor.shape) for tensor in outputs))
     return Saved(tuple(rows.values()), described, sum(parameter_bytes.values()))
+
+
+class _Kept(NamedTuple):
+    """An operand that a node keeps, and the node's place in the order of the forward pass."""
+
+    number: int
+    op: str
+    operand: str
+    tensor: torch.Tensor
 
 
 _ACCUMULATE_GRAD: Final = torch._C._functions.AccumulateGrad
@@ -202,6 +214,64 @@ def _closed_over(function: Callable[[], Any]) -> list[torch.Tensor]:
     return [leaf for value in values for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
+# -- what the graph does not show --------------------------------------------------------------------------------------
+
+
+class _InPlaceOnViews(TorchFunctionMode):
+    """Sees what in-place operations on views keep.
+
+    Autograd puts the node of such an operation inside another one, `CopySlices`, which does not show it
+    (`torch/csrc/autograd/functions/tensor.h`). So for the length of such a call what is saved passes through a hook,
+    which hands it on unchanged. Where the user has hooks of their own, theirs stay in force.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: list[tuple[int, str, str, weakref.ref[_Held]]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not _writes_into_view(func, args, kwargs) or not _hooks_are_free():
+            return func(*args, **kwargs)
+        number, op, written = _sequence_number(), func.__name__.strip("_"), _storage(args[0])
+
+        def pack(tensor: torch.Tensor) -> _Held:
+            held = _Held(tensor)
+            operand = "result" if _storage(tensor) == written else "other"
+            self._seen.append((number, op, operand, weakref.ref(held)))
+            return held
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
+            return func(*args, **kwargs)
+
+    def kept(self) -> list[_Kept]:
+        """What such operations keep now: a node that is gone has let go of it."""
+        alive = [(number, op, operand, held()) for number, op, operand, held in self._seen]
+        return [_Kept(number, op, operand, held.tensor) for number, op, operand, held in alive if held is not None]
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """What a node keeps in place of a tensor; it dies with the node."""
+
+    tensor: torch.Tensor
+
+
+_sequence_number: Final = torch._C._autograd._get_sequence_nr
+
+
+def _writes_into_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call is `relu_(view)`, `view *= 2`, `relu(view, inplace=True)` or the like."""
+    name = getattr(func, "__name__", "")
+    in_place = re.search(r"[^_]_$|^__i\w+__$", name) is not None or kwargs.get("inplace") is True
+    return in_place and bool(args) and isinstance(args[0], torch.Tensor) and args[0]._is_view()
+
+
+def _hooks_are_free() -> bool:
+    autograd = torch._C._autograd
+    return autograd._saved_tensors_hooks_is_enabled() and autograd._top_saved_tensors_default_hooks(True) is None
+
+
 # -- why ---------------------------------------------------------------------------------------------------------------
 
 _FACTOR: Final = "the other factor's gradient is the incoming one times this"
@@ -214,6 +284,8 @@ _REASONS: Final = {
     ("bmm", "mat2"): _FACTOR,
     ("mul", "self"): _FACTOR,
     ("mul", "other"): _FACTOR,
+    ("div", "other"): "divisor: the gradient is divided by it too",
+    ("dropout", "other"): "mask: which elements were dropped",
     ("native_layer_norm", "input"): "normalised anew in backward, from the two statistics",
     ("native_layer_norm", "result1"): "mean of each row",
     ("native_layer_norm", "result2"): "reciprocal standard deviation of each row",

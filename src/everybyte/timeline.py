@@ -160,14 +160,15 @@ class Timeline:
         """Who holds the peak: bytes and number of storages for each value of a column, largest first.
 
         Args:
-            key: "module", "op", "category" or any other column.
+            key: "module", "op", "category" or any other column that describes a storage.
             event: An event other than the peak.
 
         Returns:
             A frame indexed by `key` with columns `nbytes` and `storages`; the bytes sum to what is live there.
         """
-        if key not in SCHEMA.names:
-            raise ValueError(f"no column {key!r}; choose one of {', '.join(SCHEMA.names)}")
+        columns = [name for name in SCHEMA.names if name not in ("action", "nbytes")]
+        if key not in columns:
+            raise ValueError(f"no column {key!r}; choose one of {', '.join(columns)}")
         if not len(self):
             return pd.DataFrame({"nbytes": [], "storages": []}, index=pd.Index([], name=key), dtype="int64")
         rows = self.live(self.peak if event is None else event)
@@ -261,6 +262,7 @@ class Recorder:
     def begin_step(self, step: int, *, over: bool = False) -> None:
         """Events from here on belong to `step`; `over` says that the loop has ended and `step` is what follows it."""
         self.step, self._in_loop = step, not over
+        self.phase = "other" if over else "forward"
         if self.start_event is None:
             self.start_event = len(self._events)
 

@@ -86,12 +86,14 @@ class Trace(Run):
     Attributes:
         rules: Whose kernels' rules it follows.
         unknown_reads: Every place where the code asked for a value that nobody knows (it got the type's zero).
+        conditional: Lines at which such a value decided a branch: a real run may go the other way.
         not_covered: Functions and backward nodes that the run used and that allocate otherwise in a real run.
     """
 
     def __init__(self, rules: str) -> None:
         self.rules = rules
         self.unknown_reads: list[UnknownRead] = []
+        self.conditional: list[str] = []
         self.not_covered: set[str] = set()
         self.known = KnownValues()
         self._kernels = Kernels()
@@ -136,18 +138,13 @@ class Trace(Run):
             "rules": self.rules,
             "torch": torch.__version__.split("+")[0],
             "steps": self._steps_marked,
-            "conditional": sorted({read.line for read in self.unknown_reads if read.decides_branch}),
+            "conditional": list(self.conditional),
             "not_covered": sorted(self.not_covered),
         }
 
     @property
     def timeline(self) -> Timeline:
         return self._timeline if self._timeline is not None else self._recorder.finish(self._info())
-
-    @property
-    def conditional(self) -> list[str]:
-        """Lines at which an unknown value decided a branch: the trace went one way and a real run may go the other."""
-        return self._info()["conditional"]
 
     def _begin_step(self, step: int, *, over: bool = False) -> None:
         self._recorder.begin_step(step, over=over)
@@ -158,14 +155,9 @@ class Trace(Run):
 
     def adopt(self, host: torch.Tensor, op: str, category: str | None = None) -> torch.Tensor:
         """A new traced tensor in the likeness of a real one, its value remembered if it is small."""
-        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-            host = host.detach()
-            placed = torch.empty_strided(host.size(), _dense_strides(host), dtype=host.dtype, device=META)
-            real = None if host.is_meta else host.clone(memory_format=torch.preserve_format)
+        placed = self._likeness(host)
         self._note_phase(_current_node())
         self._count_new(placed, op, category=category)
-        if real is not None:
-            self._remember(placed, real)
         return placed
 
     # -- ops -----------------------------------------------------------------------------------------------------------
@@ -188,7 +180,7 @@ class Trace(Run):
         try:
             out = self._kernels(func, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
-            out = self._data_dependent(func, real, error)
+            out = self._data_dependent(func, args, kwargs, real, error)
         if not op.aliases:
             self._count_outputs(out, op, node)
         if op.mutates:
@@ -260,7 +252,7 @@ class Trace(Run):
         )
 
     def _count_resized(self, tensors: list[torch.Tensor], op: _Op, node: Any) -> None:
-        """An op may give a tensor it writes into a larger storage (`resize_`, `out=`): a new one, then the old freed."""
+        """An op may give a tensor it writes into a larger storage (`resize_`, `out=`): first a new one is made."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             tracked = self._storages.get(storage._cdata)
@@ -298,27 +290,66 @@ class Trace(Run):
         if real is not None:
             with torch._C._DisableTorchDispatch():
                 return real.item()
-        self.note_unknown(op)
-        return torch.zeros((), dtype=tensor.dtype, device="cpu").item()
+        self.unknown_reads.append(UnknownRead(user_line(), op))
+        if tensor.dtype == torch.bool or values.decides_branch(*user_frame()):
+            self._decided(user_line())
+        return _zero(tensor.dtype)
 
-    def note_unknown(self, op: str) -> None:
-        """Records that the code asked for an unknown value."""
-        filename, lineno = user_frame()
-        decides = values.decides_branch(filename, lineno)
-        self.unknown_reads.append(UnknownRead(user_line(), op, decides))
+    def read_out(self, function: Any, tensor: torch.Tensor) -> Any:
+        """`item`, `tolist`, `numpy`: real values where they are known, else zeros that tell if they decide anything."""
+        real = self.known.twin(tensor)
+        with torch._C._DisableTorchDispatch():
+            if real is not None:
+                return function(real.detach())
+            zeros = function(torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu"))
+        line = user_line()
+        self.unknown_reads.append(UnknownRead(line, function.__name__))
+        if tensor.dtype == torch.bool:
+            self._decided(line)
+        return tree_map_only((int, float), lambda zero: values.unknown(zero, lambda: self._decided(line)), zeros)
 
-    def _data_dependent(self, func: Any, real: Any, error: Exception) -> Any:
+    def _decided(self, line: str) -> None:
+        if line not in self.conditional:
+            self.conditional.append(line)
+
+    def _data_dependent(self, func: Any, args: Any, kwargs: Any, real: Any, error: Exception) -> Any:
+        """What an op returns whose result's shape depends on values, where they are known.
+
+        Raises:
+            DataDependentShape: If they are not.
+        """
         tags = func.tags
         if torch.Tag.dynamic_output_shape not in tags and torch.Tag.data_dependent_output not in tags:
             raise error
-        if isinstance(real, torch.Tensor):
-            return self.adopt(real, func._schema.name.split("::")[1])
         if real is not None:
-            return real
+            return tree_map_only(torch.Tensor, self._likeness, real)
+        if func is torch.ops.aten.index.Tensor and (positions := self._positions(args[1])) is not None:
+            return func(args[0], positions)
         raise DataDependentShape(
-            f"{user_line()}: the shape of {_describe(func).name}'s result depends on values, which a trace does not have; "
+            f"{user_line()}: the shape of {_describe(func).name}'s result depends on values, which a trace has not; "
             "index with a small constant tensor, or use a form of fixed size (torch.where, a mask multiplied in)"
         ) from None
+
+    def _positions(self, indices: Any) -> list[torch.Tensor | None] | None:
+        """Indices in which every mask of known values is replaced by the positions at which it is true."""
+        positions: list[torch.Tensor | None] = []
+        for index in indices:
+            if index is None or index.dtype not in (torch.bool, torch.uint8):
+                positions.append(index)
+            elif (mask := self.known.twin(index)) is None:
+                return None
+            else:
+                with torch._C._DisableTorchDispatch():
+                    positions += [self._likeness(at) for at in mask.nonzero(as_tuple=True)]
+        return positions
+
+    def _likeness(self, real: torch.Tensor) -> torch.Tensor:
+        """A meta tensor in the likeness of a real one, not yet counted."""
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            likeness = torch.empty_strided(real.size(), _dense_strides(real), dtype=real.dtype, device=META)
+            if not real.is_meta:
+                self._remember(likeness, real.detach().clone(memory_format=torch.preserve_format))
+            return likeness
 
     # -- strangers and numbers -----------------------------------------------------------------------------------------
 
@@ -460,6 +491,8 @@ class _Functions(TorchFunctionMode):
                 kwargs = {**kwargs, "device": META}
         if func in _FACE and isinstance(args[0], torch.Tensor) and args[0].is_meta:
             return _FACE[func]
+        if func in _READS and isinstance(args[0], torch.Tensor) and args[0].is_meta:
+            return self.run.read_out(func, args[0])
         if func is torch.Tensor.backward:
             with self:  # what Python code runs inside (checkpointing, custom functions) is seen as well
                 return _backward(*args, **kwargs)
@@ -484,6 +517,7 @@ class _Functions(TorchFunctionMode):
         return placed.requires_grad_(real.requires_grad) if real.requires_grad else placed
 
 
+_READS: Final = frozenset({torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy})
 _FACE: Final = {
     torch.Tensor.device.__get__: torch.device("cpu"),
     torch.Tensor.is_cpu.__get__: True,
@@ -548,6 +582,10 @@ def _is_host(device: Any) -> bool:
     if isinstance(device, str):
         return device.split(":")[0] == "cpu"
     return isinstance(device, torch.device) and device.type == "cpu"
+
+
+def _zero(dtype: torch.dtype) -> Any:
+    return False if dtype == torch.bool else 0.0 if dtype.is_floating_point else 0j if dtype.is_complex else 0
 
 
 def _tensors(args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import linecache
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -36,7 +36,49 @@ class UnknownRead:
 
     line: str
     op: str
-    decides_branch: bool
+
+
+def unknown(number: float, decided: Callable[[], None]) -> float:
+    """A stand-in for a number that nobody knows: it counts as `number`, and tells when it decides something.
+
+    Args:
+        number: The type's zero.
+        decided: Called whenever the stand-in, or what was computed from it, is compared or used as a condition.
+    """
+    if type(number) not in _STAND_INS:
+        return number
+    made = _STAND_INS[type(number)](number)
+    made.decided = decided
+    return made
+
+
+def _stand_in(base: type) -> type:
+    """A kind of number that reports being compared or tested, and passes this on through arithmetic."""
+
+    def telling(name: str) -> Callable[..., Any]:
+        def method(self: Any, *args: Any) -> Any:
+            self.decided()
+            return getattr(base, name)(self, *args)
+
+        return method
+
+    def passing_on(name: str) -> Callable[..., Any]:
+        def method(self: Any, *args: Any) -> Any:
+            result = getattr(base, name)(self, *args)
+            return unknown(result, self.decided) if type(result) in _STAND_INS else result
+
+        return method
+
+    deciding = ("bool", "lt", "le", "gt", "ge", "eq", "ne")
+    binary = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+    arithmetic = ("neg", "pos", "abs", "round", *binary, *(f"r{name}" for name in binary))
+    methods = {f"__{name}__": telling(f"__{name}__") for name in deciding}
+    methods |= {f"__{name}__": passing_on(f"__{name}__") for name in arithmetic}
+    return type(f"Unknown{base.__name__.title()}", (base,), {**methods, "__hash__": base.__hash__})
+
+
+_STAND_INS: Final[dict[type, type]] = {}
+_STAND_INS |= {float: _stand_in(float), int: _stand_in(int)}
 
 
 class KnownValues:
@@ -64,8 +106,9 @@ class KnownValues:
         storage = self._twins.get(tensor.untyped_storage()._cdata)
         if storage is None:
             return None
-        real = torch.empty(0, dtype=tensor.dtype)
-        return real.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        with torch._C._DisableTorchDispatch():
+            real = torch.empty(0, dtype=tensor.dtype)
+            return real.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def covers(self, tensors: list[torch.Tensor]) -> bool:
         """Whether all these tensors are traced ones whose values are known."""
@@ -103,11 +146,11 @@ def _numel(args: Any) -> int:
 
 
 def decides_branch(filename: str, lineno: int) -> bool:
-    """Whether a value read on this line of source decides which way the program goes.
+    """Whether a value that was read as a plain number on this line of source decides which way the program goes.
 
-    True if the line lies in a comparison or in the test of an `if`, `while`, `assert`, conditional expression or
-    comprehension, or if it assigns a name that such a test of the same function uses. Where the source cannot be read,
-    the answer is the cautious one.
+    `float(loss)` must return a plain number, which cannot tell; so the source is asked. True if the line lies in a
+    comparison or in the test of an `if`, `while`, `assert`, conditional expression or comprehension, or if it assigns a
+    name that such a test of the same function uses. Where the source cannot be read, the answer is the cautious one.
     """
     try:
         tree = ast.parse("".join(linecache.getlines(filename)))

@@ -169,7 +169,7 @@ def lstm_workspace(s: int, b: int, width: int, h: int) -> int:
 
 @_rule(KERNELS, aten.native_layer_norm.default)
 def native_layer_norm(input: Any, shape: Any, weight: Any, bias: Any, eps: float) -> Any:
-    """Statistics in the input's dtype; in single precision where the weight's differs (`ATen/native/layer_norm.cpp`)."""
+    """Statistics in the input's dtype, in single precision where the weight's differs: `ATen/native/layer_norm.cpp`."""
     out, mean, rstd = aten.native_layer_norm.default(input, shape, weight, bias, eps)
     dtype = torch.float32 if weight is not None and weight.dtype != input.dtype else input.dtype
     return out, mean.to(dtype), rstd.to(dtype)

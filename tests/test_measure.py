@@ -1,0 +1,241 @@
+"""Traced and measured agree to the byte and allocation by allocation, one mechanism of PyTorch at a time."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import everybyte as eb
+
+
+def pair(body):
+    """The same body measured and traced, scratch left out."""
+    runs = []
+    for context in (eb.measure(device="cpu"), eb.trace(rules="cpu")):
+        with context as run:
+            torch.manual_seed(0)
+            body(run)
+        runs.append(run.timeline.without("scratch"))
+    return runs
+
+
+def assert_equal(body):
+    measured, traced = pair(body)
+    difference = traced.allocations().sub(measured.allocations(), fill_value=0)
+    assert difference[difference != 0].to_dict() == {}
+    assert traced.peak_bytes == measured.peak_bytes
+    assert traced.start_bytes == measured.start_bytes
+    return measured, traced
+
+
+def training(build, data, loss=lambda y: y.float().square().mean(), optimizer=torch.optim.SGD, **options):
+    def body(run):
+        model = build()
+        stepper = optimizer(model.parameters(), lr=0.1, **options)
+        for _ in run.steps(2):
+            loss(model(run.to_device(data))).backward()
+            stepper.step()
+            stepper.zero_grad()
+
+    return body
+
+
+def normal(*shape):
+    return np.random.default_rng(0).normal(size=shape).astype("float32")
+
+
+class Apply(nn.Module):
+    """A model from a function of its layers and its input."""
+
+    def __init__(self, function, *layers):
+        super().__init__()
+        self.layers, self.function = nn.ModuleList(layers), function
+
+    def forward(self, x):
+        return self.function(*self.layers, x)
+
+
+class Attention(nn.Module):
+    def __init__(self, dropout=0.0, causal=True):
+        super().__init__()
+        self.qkv, self.out, self.dropout, self.causal = nn.Linear(32, 96), nn.Linear(32, 32), dropout, causal
+
+    def forward(self, x):
+        b, s, h = x.shape
+        q, k, v = self.qkv(x).view(b, s, 3, 4, h // 4).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, dropout_p=self.dropout)
+        return self.out(y.transpose(1, 2).reshape(b, s, h))
+
+
+MODELS = {
+    "contributions to one gradient are summed in place": (
+        lambda: Apply(lambda f, x: f(torch.tanh(f(f(x).relu_()))) + f(x), nn.Linear(16, 16)),
+        normal(8, 16),
+    ),
+    "scattering gradients writes into one fresh tensor": (
+        lambda: Apply(
+            lambda f, x: (
+                f(x).gather(1, torch.zeros(8, 4, dtype=torch.long)) + f(x)[:, torch.arange(4)] + f(x).topk(4)[0]
+            ),
+            nn.Linear(16, 16),
+        ),
+        normal(8, 16),
+    ),
+    "linear adds its bias in place to a product of non-contiguous input": (
+        lambda: Apply(lambda f, x: f(x.transpose(0, 1)), nn.Linear(16, 16)),
+        normal(5, 7, 16),
+    ),
+    "a product and a sum written by the user are two tensors": (
+        lambda: Apply(lambda f, x: x @ f.weight.t() + f.bias, nn.Linear(16, 16)),
+        normal(8, 16),
+    ),
+    "numbers become tensors that multiplication keeps": (
+        lambda: Apply(lambda f, x: (f(x) * 0.5 / 3 + 1) * 2.0 - 1, nn.Linear(16, 16)),
+        normal(8, 16),
+    ),
+    "attention by the fused kernel": (Attention, normal(4, 16, 32)),
+    "attention by the fused kernel, no mask, odd length": (lambda: Attention(causal=False), normal(2, 17, 32)),
+    "attention with dropout takes the path with scores": (lambda: Attention(dropout=0.1), normal(4, 16, 32)),
+    "attention of PyTorch's own module, with weights": (
+        lambda: Apply(lambda f, x: f(x, x, x)[0], nn.MultiheadAttention(32, 4, batch_first=True)),
+        normal(4, 16, 32),
+    ),
+    "a transformer layer": (lambda: nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), normal(4, 16, 32)),
+    "an LSTM by oneDNN, its workspace kept": (
+        lambda: Apply(lambda f, x: f(x)[0], nn.LSTM(16, 24, 2, bidirectional=True, dropout=0.1)),
+        normal(9, 4, 16),
+    ),
+    "an LSTM over batch-first input": (
+        lambda: Apply(lambda f, x: f(x)[0], nn.LSTM(16, 24, batch_first=True)),
+        normal(4, 9, 16),
+    ),
+    "convolution, batch norm, in-place ReLU, pooling": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1),
+            nn.BatchNorm2d(16),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2),
+            nn.Conv2d(16, 8, 3),
+        ),
+        normal(4, 3, 20, 20),
+    ),
+    "a table tied to the output layer": (
+        lambda: Apply(lambda table, x: F.linear(table(x), table.weight), nn.Embedding(50, 16, padding_idx=0)),
+        np.arange(28).reshape(4, 7),
+    ),
+    "checkpointing, which keeps the generator's state": (
+        lambda: Apply(
+            lambda f, g, x: checkpoint(g, f(x), use_reentrant=False),
+            nn.Linear(16, 16),
+            nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 16)),
+        ),
+        normal(8, 16),
+    ),
+    "checkpointing, the reentrant kind": (
+        lambda: Apply(lambda f, g, x: checkpoint(g, f(x), use_reentrant=True), nn.Linear(16, 16), nn.Linear(16, 16)),
+        normal(8, 16),
+    ),
+    "layer norm in half precision keeps half-precision statistics": (
+        lambda: nn.Sequential(nn.Linear(16, 50), nn.LayerNorm(50), nn.Softmax(-1), nn.Dropout(0.1)).bfloat16(),
+        torch.ones(8, 16, dtype=torch.bfloat16),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_traced_equals_measured(name):
+    build, data = MODELS[name]
+    assert_equal(training(build, data))
+
+
+LOSSES = {
+    "mse keeps the unreduced loss's storage": lambda y: F.mse_loss(y, torch.zeros(8, 50)),
+    "smooth l1 keeps the unreduced loss's storage": lambda y: F.smooth_l1_loss(y, torch.zeros(8, 50)),
+    "cross entropy": lambda y: F.cross_entropy(y, torch.arange(8)),
+    "binary cross entropy works on its gradient in place": lambda y: F.binary_cross_entropy_with_logits(
+        y, torch.zeros(8, 50)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_traced_equals_measured_for_the_loss(name):
+    assert_equal(training(lambda: nn.Linear(16, 50), normal(8, 16), loss=LOSSES[name]))
+
+
+OPTIMIZERS = {
+    "Adam, one tensor at a time": (torch.optim.Adam, {"foreach": False}),
+    "Adam, all tensors at once": (torch.optim.Adam, {"foreach": True}),
+    "AdamW with amsgrad": (torch.optim.AdamW, {"amsgrad": True, "weight_decay": 0.1}),
+    "SGD with Nesterov momentum": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "RMSprop, centred": (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_traced_equals_measured_for_the_optimizer(name):
+    kind, options = OPTIMIZERS[name]
+    assert_equal(training(mlp, normal(4, 8), optimizer=kind, **options))
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+
+
+def test_the_profiler_s_numbers_are_what_arithmetic_says():
+    """Nothing traced is in this comparison: a forward pass of one layer, counted by hand."""
+    with eb.measure() as run:
+        layer = nn.Linear(8, 32)
+        x = run.to_device(normal(4, 8))
+        with torch.no_grad():
+            for _ in run.steps(1):
+                y = layer(x)
+                del y
+    assert run.timeline.start_bytes == 4 * (8 * 32 + 32) + 4 * 8 * 4
+    assert run.timeline.without("scratch").peak_above_start == 4 * 4 * 32
+
+
+def test_memory_that_a_kernel_takes_for_itself_is_scratch_and_names_the_kernel():
+    def body(run):
+        x = run.to_device(normal(64, 64))
+        for _ in run.steps(1):
+            F.conv1d(x[None].transpose(1, 2), torch.ones(8, 64, 3))
+
+    with eb.measure() as run:
+        body(run)
+    scratch = run.timeline.frame().query("category == 'scratch' and action == 'alloc'")
+    assert "convolution" in set(scratch["op"])
+
+
+def test_categories_agree_between_traced_and_measured_at_the_peak():
+    measured, traced = assert_equal(training(mlp, normal(4, 8), optimizer=torch.optim.Adam, foreach=False))
+    assert measured.by("category").equals(traced.by("category"))
+
+
+def test_backward_belongs_to_the_same_modules_traced_and_measured():
+    measured, traced = assert_equal(training(mlp, normal(4, 8)))
+    sums = [
+        t.frame().query("action == 'alloc' and phase == 'backward'").groupby("module", observed=True)["nbytes"].sum()
+        for t in (measured, traced)
+    ]
+    assert sums[0].drop("", errors="ignore").to_dict() == sums[1].drop("", errors="ignore").to_dict()
+
+
+def test_what_lived_before_the_measurement_is_not_counted():
+    before = torch.ones(1000)
+    with eb.measure() as run:
+        del before
+    assert len(run.timeline) == 0
+
+
+def test_the_timeline_is_read_after_the_block():
+    with eb.measure() as run, pytest.raises(RuntimeError, match="after the with block"):
+        _ = run.timeline
+
+
+def test_a_failure_inside_is_the_user_s_own_and_the_next_measurement_works():
+    with pytest.raises(ZeroDivisionError), eb.measure():
+        raise ZeroDivisionError
+    assert_equal(training(mlp, normal(4, 8)))

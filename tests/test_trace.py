@@ -1,0 +1,208 @@
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import everybyte as eb
+
+
+def train(run, model, optimizer, data, steps=2):
+    for _ in run.steps(steps):
+        model(run.to_device(data)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+
+
+def traced(build=mlp, data=None, **options):
+    with eb.trace(rules="cpu") as run:
+        model = build()
+        optimizer = torch.optim.Adam(model.parameters(), foreach=False, **options)
+        train(run, model, optimizer, np.ones((4, 8), "float32"))
+    return run
+
+
+def test_nothing_is_computed_and_nothing_of_the_model_s_size_is_allocated():
+    with eb.trace() as run:
+        layer = nn.Linear(100_000, 100_000)  # 40 GB, were it real
+        layer(run.to_device(np.zeros((1, 100_000), "float32"))).sum().backward()
+    assert run.timeline.peak_bytes > 2 * 4 * 100_000**2
+
+
+def test_the_start_is_parameters_and_the_end_adds_adam_s_state():
+    run = traced()
+    parameters = 4 * (8 * 32 + 32 + 32 * 8 + 8)
+    assert run.timeline.start_bytes == parameters
+    end = run.timeline.by("category", event=-1)["nbytes"]
+    assert end["parameter"] == parameters
+    assert end["optimizer state"] == 2 * parameters + 4 * 4  # two moments, and a step counter of 4 B for each tensor
+
+
+def test_backward_memory_belongs_to_the_module_whose_forward_made_it():
+    frame = traced().timeline.frame()
+    made = frame[(frame["action"] == "alloc") & (frame["phase"] == "backward") & (frame["op"] == "mm")]
+    weights = made[made["shape"].isin(["[8, 32]", "[32, 8]"])]
+    assert set(weights["module"]) == {"0", "2"}
+    assert (frame[frame["op"] == "threshold_backward"]["module"] == "1").all()
+
+
+def test_gradients_parameters_inputs_and_state_are_told_apart_by_their_size():
+    frame = traced().timeline.frame()
+    made = frame[frame["action"] == "alloc"]
+    totals = made.groupby("category", observed=True)["nbytes"].sum()
+    parameters = 4 * (8 * 32 + 32 + 32 * 8 + 8)
+    assert totals["parameter"] == parameters
+    assert totals["gradient"] == 2 * parameters  # made anew in each of the two steps
+    assert totals["input"] == 2 * 4 * 8 * 4
+
+
+def test_phases_follow_the_training_loop():
+    frame = traced().timeline.frame()
+    assert frame[frame["step"] == -1]["phase"].unique().tolist() == ["other"]
+    order = frame[(frame["step"] == 0) & (frame["action"] == "alloc")]["phase"].drop_duplicates().tolist()
+    assert order == ["forward", "backward", "optimizer"]
+
+
+def test_lines_are_the_user_s_own():
+    lines = traced().timeline.frame()["line"]
+    assert lines[lines != ""].str.contains("test_trace.py:").all()
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_is_only_looked_at_reads_zero_and_is_recorded():
+    with eb.trace() as run:
+        loss = mlp()(run.to_device(np.ones((4, 8), "float32"))).mean()
+        print(f"{loss.item():.3f} {float(loss)} {loss.item() / 2 + 1:.1f}")
+        total = sum([loss.item(), loss.item()])
+    assert type(total + 0.0) is not bool
+    assert len(run.unknown_reads) == 5
+    assert run.conditional == []
+
+
+def as_log(tensor):
+    return round(tensor.item(), 3)
+
+
+@pytest.mark.parametrize("read", [lambda t: t.item(), as_log, lambda t: t.tolist(), lambda t: 2 * t.item() - 1])
+def test_a_number_read_anywhere_that_decides_a_branch_makes_the_result_conditional(read):
+    with eb.trace() as run:
+        loss = mlp()(run.to_device(np.ones((4, 8), "float32"))).mean()
+        if read(loss) > 3:
+            loss = loss * 2
+    assert len(run.conditional) == 1
+    assert "test_trace.py" in run.conditional[0]
+    assert run.timeline.info["conditional"] == run.conditional
+
+
+def test_a_plain_number_that_decides_a_branch_makes_the_result_conditional():
+    with eb.trace() as run:
+        loss = mlp()(run.to_device(np.ones((4, 8), "float32"))).mean()
+        value = float(loss)
+        if value > 3:
+            loss = loss * 2
+    assert len(run.conditional) == 1
+
+
+def test_a_tensor_as_a_condition_makes_the_result_conditional():
+    with eb.trace() as run:
+        loss = mlp()(run.to_device(np.ones((4, 8), "float32"))).mean()
+        if loss > 3:
+            loss = loss * 2
+    assert len(run.conditional) == 1
+
+
+def test_values_that_follow_from_constants_stay_known():
+    with eb.trace() as run:
+        steps = torch.tensor(0.0)
+        for _ in range(3):
+            steps += 1
+        index = torch.arange(6).view(2, 3)[1] * 2
+        assert steps.item() == 3.0
+        assert index.tolist() == [6, 8, 10]
+        assert (index.numpy() == [6, 8, 10]).all()
+        assert bool((index > 5).all())
+    assert run.unknown_reads == []
+
+
+def test_a_value_written_with_something_unknown_is_unknown():
+    with eb.trace() as run:
+        known = torch.zeros(())
+        known += mlp()(run.to_device(np.ones((4, 8), "float32"))).mean().detach()
+        assert known.item() == 0.0
+    assert len(run.unknown_reads) == 1
+
+
+@pytest.mark.parametrize(
+    "index", [lambda x: x.nonzero(), lambda x: x[x > 0], lambda x: x.masked_select(x > 0), lambda x: x.unique()]
+)
+def test_a_shape_that_depends_on_values_fails_with_the_user_s_line_and_a_way_out(index):
+    with pytest.raises(eb.DataDependentShape, match=r"test_trace\.py:\d+: .*torch\.where"), eb.trace() as run:
+        index(run.to_device(np.ones((100, 100), "float32")).exp())
+
+
+def test_a_mask_of_known_values_selects_as_it_really_would():
+    with eb.trace() as run:
+        kept = run.to_device(np.ones((4, 8), "float32"))[torch.tensor([True, False, True, False])]
+    assert kept.shape == (2, 8)
+
+
+# -- the surroundings --------------------------------------------------------------------------------------------------
+
+
+def test_data_of_every_usual_kind_reaches_the_device_in_its_arrangement():
+    frame = pd.DataFrame({"a": [1.0, 2.0], "b": [3.0, 4.0]})
+    data = {"x": (np.ones((2, 3)), [frame, 5]), "y": torch.ones(2, dtype=torch.int32)}
+    with eb.trace() as run:
+        batch = run.to_device(data)
+    assert batch["x"][0].shape == (2, 3) and batch["x"][0].dtype == torch.float64
+    assert batch["x"][1][0].shape == (2, 2)
+    assert run.timeline.by("category")["nbytes"].to_dict() == {"input": 2 * 3 * 8 + 4 * 8 + 8 + 2 * 4}
+
+
+@pytest.mark.parametrize("data", ["text", object(), np.array(["a", "b"]), np.array([object()])])
+def test_data_that_is_no_number_is_refused(data):
+    with eb.trace() as run, pytest.raises(TypeError, match="to_device"):
+        run.to_device(data)
+
+
+@pytest.mark.parametrize("count", [0, -1, True, 2.0, "2", None])
+def test_a_number_of_steps_that_is_none_is_refused(count):
+    with eb.trace() as run, pytest.raises(ValueError, match="positive integer"):
+        run.steps(count)
+
+
+def test_unknown_rules_and_devices_are_refused_before_anything_runs():
+    with pytest.raises(ValueError, match="rules='rocm'"):
+        eb.trace(rules="rocm")
+    with pytest.raises(ValueError, match="device='tpu'"):
+        eb.measure(device="tpu")
+
+
+def test_a_failure_inside_leaves_torch_as_it_was():
+    before = (F.has_torch_function, torch.get_rng_state, torch.backends.mha.get_fastpath_enabled())
+    with pytest.raises(ZeroDivisionError), eb.trace():
+        nn.Linear(2, 2)
+        raise ZeroDivisionError
+    assert (F.has_torch_function, torch.get_rng_state, torch.backends.mha.get_fastpath_enabled()) == before
+    assert torch.ones(1).device.type == "cpu"
+    assert traced().timeline.peak_bytes == traced().timeline.peak_bytes
+
+
+def test_traces_do_not_nest():
+    with eb.trace(), pytest.raises(RuntimeError, match="do not nest"), eb.trace():
+        pass
+
+
+def test_code_that_asks_a_tensor_where_it_is_hears_the_device_whose_rules_hold():
+    with eb.trace() as run:
+        x = run.to_device(np.ones(3, "float32"))
+        assert x.device.type == "cpu" and x.is_cpu and not x.is_meta
+        assert (x + torch.arange(3, device=x.device)).shape == (3,)
+        assert x.cpu() is x and x.to("cpu").shape == (3,)
