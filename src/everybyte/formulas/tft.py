@@ -169,10 +169,8 @@ def weights(config: Any) -> dict[str, list[Weight]]:
             ]
     parts["historical_stack"], parts["future_stack"] = stack[True], stack[True]
     if config.recurrence == "lstm":
-        shapes = [("input", (4 * h, h)), ("state", (4 * h, h))]
-        if "recurrence" in config.biases:
-            shapes += [("input bias", (4 * h,)), ("state bias", (4 * h,))]
-        parts["recurrence"] = [Weight(name, shape, sp.Integer(2)) for name, shape in shapes]
+        shapes = {"input": (4 * h, h), "state": (4 * h, h), "input bias": (4 * h,), "state bias": (4 * h,)}
+        parts["recurrence"] = [Weight(name, shape, sp.Integer(2)) for name, shape in shapes.items()]
     else:
         parts["recurrence"] = _linear("linear", h, h, "recurrence" in config.biases, sp.Integer(2))
     if config.gates:
@@ -280,7 +278,7 @@ def saved(config: Any) -> dict[str, Terms]:
     slices need no copy, and with h = 1 a scalar is as wide as a state. LSTM kernels add what they keep for themselves,
     the symbols w_e and w_d.
     """
-    uses, learns_static = _uses(config), config.context != "none" or config.gates
+    uses = _uses(config)
     n_p = past_variables(config)
     kept: dict[str, Terms] = {"inputs": {"static": e * b * n_s, "past": e * b * s * n_p, "future": e * b * f * n_k}}
     if not config.selection_loop and not config.embedding:
@@ -299,7 +297,7 @@ def saved(config: Any) -> dict[str, Terms]:
             f"contexts' {name}": used * term for name, term in grn_saved(config, b, h, h).items()
         }
         kept["static_encoder"]["contexts"] = e * b * h * (used - (config.context == "none"))
-    elif learns_static:
+    elif config.context != "none" or config.recurrence == "lstm":
         kept["static_encoder"]["contexts"] = e * b * h
     kept["historical_stack"], kept["future_stack"] = stack_saved(config, b * s), stack_saved(config, b * f)
     kept["recurrence"] = {"input": e * b * t * h}

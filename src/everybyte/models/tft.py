@@ -145,7 +145,7 @@ class TFTConfig:
         gated skips, known inputs in the history too (``past`` is [b, 50, 220]), quantiles step by step, no positions.
         """
         return cls(
-            stack_layers=0, max_positions=0, biases=("grn", "selection", "recurrence", "head"), context="selection",
+            stack_layers=0, max_positions=0, biases=("grn", "selection", "head"), context="selection",
             selection="grn", recurrence="lstm", causal=True, attention="shared value", head="step",
             embedding=True, known_in_history=True, gates=True,
         )  # fmt: skip
@@ -339,10 +339,12 @@ class Recurrence(nn.Module):
 
     def __init__(self, config: TFTConfig) -> None:
         super().__init__()
-        h, bias = config.hidden, "recurrence" in config.biases
         self.lstm = config.recurrence == "lstm"
-        layer = (lambda: nn.LSTM(h, h, bias=bias, batch_first=True)) if self.lstm else (lambda: nn.Linear(h, h, bias))
-        self.encoder, self.decoder = layer(), layer()
+        self.encoder, self.decoder = self._layer(config), self._layer(config)
+
+    def _layer(self, config: TFTConfig) -> nn.Module:
+        h = config.hidden
+        return nn.LSTM(h, h, batch_first=True) if self.lstm else nn.Linear(h, h, "recurrence" in config.biases)
 
     def forward(self, past: Tensor, future: Tensor, state: Tensor, cell: Tensor) -> Tensor:
         if not self.lstm:

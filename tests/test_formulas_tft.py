@@ -1,0 +1,173 @@
+"""The closed forms of TFT-225 against the network itself: counted parameters, and storages that autograd keeps."""
+
+from __future__ import annotations
+
+import ast
+import random
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from everybyte.formulas import tft as formulas
+from everybyte.models.tft import BIASED, CHOICES, TFT, TFTConfig, parameters_by_component, quantile_loss
+
+PRESETS = {**TFTConfig.readings(), "published": TFTConfig.published()}
+
+
+class Kept:
+    """What autograd holds in place of a tensor: it dies with the graph, so it shows what the graph keeps alive."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach()
+
+
+def kept_bytes(model: TFT, batch: int) -> tuple[int, int, torch.Tensor]:
+    """What lives between forward and backward, parameters left out: bytes of tensors, of opaque workspace, the loss."""
+    shapes = model.config.input_shapes(batch)
+    static, past, future, target = (torch.randn(shapes[name]) for name in ("static", "past", "future", "target"))
+    alive: weakref.WeakSet[Kept] = weakref.WeakSet()
+
+    def pack(tensor: torch.Tensor) -> Kept:
+        kept = Kept(tensor)
+        alive.add(kept)
+        return kept
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
+        loss = quantile_loss(model(static, past, future), target, model.quantiles)
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    tensors = {kept.tensor.untyped_storage().data_ptr(): kept.tensor for kept in alive}
+    workspace = sum(x.untyped_storage().nbytes() for x in tensors.values() if x.dtype == torch.uint8)
+    known = sum(x.untyped_storage().nbytes() for p, x in tensors.items() if p not in parameters)
+    return known - workspace, workspace, loss
+
+
+def any_config(chance: random.Random) -> TFTConfig:
+    """A small model with every switch drawn at random."""
+    while True:
+        static, known, observed = (chance.randint(1, 4) for _ in range(3))
+        heads, embedding = chance.choice([1, 2, 4]), chance.random() < 0.5
+        switches = {name: chance.choice(values) for name, values in CHOICES.items()}
+        try:
+            return TFTConfig(
+                features=static + known + observed,
+                static_features=static,
+                known_features=known,
+                observed_features=observed,
+                history=chance.randint(1, 6),
+                horizon=chance.randint(2, 5),
+                quantiles=(0.1, 0.5, 0.9)[: chance.randint(1, 3)],
+                hidden=heads * chance.randint(2, 4),
+                heads=heads,
+                stack_layers=chance.randint(0, 3),
+                max_positions=chance.choice([0, 20]),
+                biases=tuple(name for name in (*BIASED, "context", "qkv") if chance.random() < 0.6),
+                selection_loop=chance.random() < 0.7,
+                dropout=chance.choice([0.0, 0.3]),
+                attention_dropout=chance.choice([0.0, 0.3]),
+                causal=chance.random() < 0.5,
+                embedding=embedding,
+                known_in_history=embedding and chance.random() < 0.5,
+                gates=chance.random() < 0.5,
+                **switches,
+            )
+        except ValueError as error:  # the one combination of switches that feeds the context to nothing
+            assert "feeds no layer" in str(error)
+
+
+def substituted(terms, sizes) -> int:
+    """The terms' sum, an LSTM kernel's opaque workspace left out."""
+    return int(formulas.total(terms).subs({formulas.w_e: 0, formulas.w_d: 0} | sizes))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_each_preset_is_counted_component_by_component_by_its_closed_form(name):
+    config = PRESETS[name]
+    with torch.device("meta"):
+        model = TFT(config)
+    computed = {k: substituted(v, formulas.sizes(config)) for k, v in formulas.parameters(config).items()}
+    assert computed == parameters_by_component(model)
+    assert sum(computed.values()) == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_report_components_follow_from_the_closed_forms_where_its_arithmetic_holds():
+    config = replace(TFTConfig.seed(), biases=())
+    at = {formulas.h: 256, formulas.a: 8, formulas.f: 10, formulas.q: 9, formulas.L: 3}
+    parts = {name: formulas.total(terms).subs(at) for name, terms in formulas.parameters(config).items()}
+    assert parts["attention"] == 262_656  # its "Attention Total"
+    assert parts["recurrence"] == 2 * 65_536  # its LSTM encoder and decoder
+    assert parts["head"] == 23_040  # its quantile layer
+    assert parts["historical_stack"] / 3 == 262_656  # its "~263K" a layer
+
+
+def test_joint_selection_of_210_variables_has_the_parameters_reported_for_it_elsewhere():
+    config = replace(TFTConfig(), selection="grn", context="none")
+    parts = formulas.selection_weights(config, formulas.n_o)
+    count = sum(weight.count for tensors in parts.values() for weight in tensors)
+    assert count.subs(formulas.sizes(config)) == 66_998_298
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_closed_forms_hold_for_every_switch(seed):
+    chance = random.Random(seed)
+    for _ in range(8):
+        config, batch = any_config(chance), chance.randint(2, 3)
+        model, sizes = TFT(config), formulas.sizes(config, batch)
+        computed = {k: substituted(v, sizes) for k, v in formulas.parameters(config).items()}
+        assert computed == parameters_by_component(model), config
+        tensors = sum(w.copies for group in formulas.weights(config).values() for w in group)
+        assert int(tensors.subs(sizes)) == len(list(model.parameters())), config
+
+        kept, workspace, loss = kept_bytes(model, batch)
+        assert substituted(formulas.saved(config), sizes) == kept, config
+        assert bool(workspace) == (config.recurrence == "lstm")
+
+        loss.backward()
+        learnt = sum(p.numel() for p in model.parameters() if p.grad is not None)
+        assert int(formulas.model_state(config)["gradients"].subs(sizes)) == 4 * learnt, config
+
+
+def test_what_the_full_width_default_keeps_is_its_closed_form_to_the_byte():
+    config = replace(TFTConfig(), history=7, horizon=3)
+    kept, _, _ = kept_bytes(TFT(config), 2)
+    assert substituted(formulas.saved(config), formulas.sizes(config, 2)) == kept
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_each_preset_keeps_over_60_bars_is_its_closed_form_to_the_byte(name):
+    config = replace(PRESETS[name], hidden=16)
+    kept, _, _ = kept_bytes(TFT(config), 3)
+    assert substituted(formulas.saved(config), formulas.sizes(config, 3)) == kept
+
+
+def test_adam_state_counts_only_parameters_that_a_gradient_reaches():
+    config = replace(
+        TFTConfig(),
+        features=6, static_features=2, known_features=2, observed_features=2, history=4, horizon=2, hidden=8, heads=2,
+    )  # fmt: skip
+    model = TFT(config)
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    _, _, loss = kept_bytes(model, 2)
+    loss.backward()
+    optimizer.step()
+    states = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in states)
+    terms = {k: int(v.subs(formulas.sizes(config))) for k, v in formulas.model_state(config).items()}
+    assert terms["optimizer moments"] + terms["optimizer step counters"] == nbytes
+    assert terms["parameters"] == 4 * sum(parameter.numel() for parameter in model.parameters())
+    assert terms["gradients"] < terms["parameters"]
+    buffers = {name: buffer.numel() * buffer.element_size() for name, buffer in model.named_buffers()}
+    assert buffers == {"position.table": terms["positional table"], "quantiles": terms["quantiles"]}
+
+
+def test_formulas_import_neither_torch_nor_the_models():
+    tree = ast.parse(Path(formulas.__file__).read_text())
+    imported = {
+        name.split(".")[0] if not name.startswith("everybyte") else name
+        for node in ast.walk(tree)
+        for name in ([a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None)])
+        if isinstance(node, ast.Import | ast.ImportFrom) and name
+    }
+    assert imported <= {"__future__", "collections", "dataclasses", "typing", "sympy"}
