@@ -117,9 +117,7 @@ class Saved:
 # -- the walk ----------------------------------------------------------------------------------------------------------
 
 
-def _collect(
-    output: Any, function: Callable[[], Any], attribution: Attribution, hidden: _InPlaceOnViews
-) -> Saved:
+def _collect(output: Any, function: Callable[[], Any], attribution: Attribution, hidden: _InPlaceOnViews) -> Saved:
     outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     nodes = _graph([tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None])
     if not nodes:
@@ -236,7 +234,7 @@ class _InPlaceOnViews(TorchFunctionMode):
         number, op, written = _sequence_number(), func.__name__.strip("_"), _storage(args[0])
 
         def pack(tensor: torch.Tensor) -> _Held:
-            held = _Held(tensor)
+            held = _Held(tensor.detach())  # with its graph it would hold the node that holds it
             operand = "result" if _storage(tensor) == written else "other"
             self._seen.append((number, op, operand, weakref.ref(held)))
             return held

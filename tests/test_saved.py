@@ -1,0 +1,345 @@
+"""`eb.saved`: what autograd keeps, each storage once, with its role and its reason, in a real run and in a trace."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import everybyte as eb
+
+BATCH, SEQUENCE, HIDDEN, HEADS = 2, 6, 16, 4
+MiB = 2**20
+
+either_way = pytest.mark.parametrize("rules", [None, "cpu"], ids=["real", "traced"])
+
+
+def states(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape or (BATCH, SEQUENCE, HIDDEN), dtype=dtype, requires_grad=True)
+
+
+def mlp(activation: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
+    return nn.Sequential(nn.Linear(HIDDEN, 4 * HIDDEN), activation, nn.Linear(4 * HIDDEN, HIDDEN)).to(dtype)
+
+
+def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return F.dropout(torch.softmax(query @ key.transpose(-1, -2), -1), 0.1) @ value
+
+
+class Attended(nn.Module):
+    """A block with views, a buffer, residuals, and tensors that two formulas need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.register_buffer("scale", torch.full((HIDDEN,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.qkv(self.norm(x)).view(BATCH, SEQUENCE, 3, HEADS, HIDDEN // HEADS).permute(2, 0, 3, 1, 4)
+        return x + self.out(attention(*heads).transpose(1, 2).reshape(x.shape) * self.scale)
+
+
+FORWARDS = {
+    "linear": lambda: nn.Linear(HIDDEN, 8)(states()),
+    "attention": lambda: attention(*(states(BATCH, HEADS, SEQUENCE, 4) for _ in range(3))),
+    "gelu": lambda: F.gelu(states()),
+    "relu": lambda: F.relu(states()),
+    "sigmoid": lambda: torch.sigmoid(states()),
+    "dropout": lambda: F.dropout(states(), 0.1),
+    "softmax": lambda: torch.softmax(states(), -1),
+    "layer norm": lambda: nn.LayerNorm(HIDDEN)(states()),
+    "layer norm in bf16": lambda: nn.LayerNorm(HIDDEN).bfloat16()(states(dtype=torch.bfloat16)),
+    "layer norm in fp32 of bf16": lambda: nn.LayerNorm(HIDDEN)(states(dtype=torch.bfloat16)),
+    "factors": lambda: states() * states(),
+    "sum": lambda: states() + states(),
+    "embedding": lambda: nn.Embedding(9, HIDDEN)(torch.tensor([[1, 2, 3]])),
+    "cross-entropy": lambda: F.cross_entropy(states(5, 9), torch.tensor([0, 1, 2, 3, 4])),
+    "gelu mlp": lambda: mlp(nn.GELU())(states()),
+    "block": lambda: Attended()(states()),
+    "in place": lambda: nn.Linear(HIDDEN, 8, bias=False)(states()).relu_(),
+    "in place on a view": lambda: F.dropout(mlp(nn.ReLU(inplace=True))(states()), 0.1, inplace=True),
+    "in place by an operator": lambda: _multiplied_in_place(),
+}
+
+forwards = pytest.mark.parametrize("forward", FORWARDS.values(), ids=FORWARDS.keys())
+
+
+def _multiplied_in_place() -> torch.Tensor:
+    y = nn.Linear(HIDDEN, HIDDEN)(states())
+    y *= torch.full(y.shape, 3.0)
+    return y
+
+
+class Held:
+    """What autograd gets from a hook in place of a tensor: it dies when the graph lets go of it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach()
+
+
+def bytes_that_hooks_see(forward) -> int:
+    """The same question put another way: storages behind the saved tensors that are alive after the forward pass."""
+    alive: weakref.WeakSet[Held] = weakref.WeakSet()
+    parameters: set[int] = set()
+
+    def pack(tensor: torch.Tensor) -> Held:
+        held = Held(tensor)
+        alive.add(held)
+        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+            parameters.add(tensor.untyped_storage().data_ptr())
+        return held
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
+        output = forward()
+    storages = {held.tensor.untyped_storage().data_ptr(): held.tensor.untyped_storage().nbytes() for held in alive}
+    assert output.requires_grad
+    return sum(nbytes for address, nbytes in storages.items() if address not in parameters)
+
+
+# -- how many bytes ----------------------------------------------------------------------------------------------------
+
+
+@either_way
+@pytest.mark.parametrize(("activation", "per_sbh"), [(nn.GELU(), 18), (nn.ReLU(), 10)], ids=["gelu", "relu"])
+def test_an_mlp_in_bf16_keeps_18_sbh_with_gelu_and_10_sbh_with_relu(activation, per_sbh, rules):
+    kept = eb.saved(lambda: mlp(activation, torch.bfloat16)(states(dtype=torch.bfloat16)), rules=rules)
+    assert kept.total_bytes == per_sbh * SEQUENCE * BATCH * HIDDEN
+
+
+def test_a_layer_used_100_times_keeps_100_inputs_and_its_weight_once():
+    """A GPU reports 4044.00390625 MiB after this forward pass, asked of torchinfo's developers ("recursive Models")."""
+    with eb.trace(rules="cpu") as run:
+        layer, x = nn.Linear(1024, 1024), run.to_device(torch.empty(10240, 1024, device="meta"))
+
+        def forward() -> torch.Tensor:
+            y = x
+            for _ in range(100):
+                y = layer(y)
+            return y
+
+        kept = eb.saved(forward)
+        output = forward()
+        live = run.timeline.live_bytes[-1]
+        del output
+    assert kept.total_bytes == 4000 * MiB
+    assert len(kept.frame()) == 100
+    assert kept.parameter_bytes == 4 * MiB
+    assert kept.output.unsaved_bytes == kept.output.nbytes == 40 * MiB
+    assert live / MiB == 4044.00390625
+
+
+@forwards
+def test_no_kept_storage_is_missed_or_counted_twice(forward):
+    assert eb.saved(forward).total_bytes == bytes_that_hooks_see(forward)
+
+
+@forwards
+def test_a_trace_gives_the_same_rows_as_a_real_run(forward):
+    real, traced = eb.saved(forward), eb.saved(forward, rules="cpu")
+    assert traced.frame().equals(real.frame())
+    assert traced.output == real.output
+    assert traced.parameter_bytes == real.parameter_bytes
+
+
+@either_way
+def test_views_of_one_storage_are_counted_once_and_at_its_full_size(rules):
+    def forward() -> torch.Tensor:
+        x = states(4, 10)
+        return x[:, :2] @ x[:, 2:4].t()
+
+    kept = eb.saved(forward, rules=rules)
+    assert kept.frame()["nbytes"].tolist() == [4 * 4 * 10]
+    assert kept.frame()["uses"].tolist() == [2]
+
+
+@either_way
+def test_a_parameter_is_left_out_in_every_guise(rules):
+    def forward() -> torch.Tensor:
+        tied = nn.Embedding(7, HIDDEN)
+        head = nn.Linear(HIDDEN, 7, bias=False)
+        head.weight = tied.weight
+        return head(tied(torch.tensor([[1, 2]]))) + (tied.weight[0] * states(HIDDEN)).sum()
+
+    kept = eb.saved(forward, rules=rules)
+    assert kept.parameter_bytes == 4 * 7 * HIDDEN
+    assert sorted(kept.frame()["nbytes"]) == [8 * 2, 4 * HIDDEN, 4 * 2 * HIDDEN]  # ids, the factor, the head's input
+
+
+@either_way
+def test_a_number_that_a_gradient_needs_is_kept_as_a_tensor_of_8_bytes(rules):
+    kept = eb.saved(lambda: states(5) / 2.0, rules=rules).frame()
+    assert kept[["nbytes", "shape", "why"]].values.tolist() == [[8, [], "divisor: the gradient is divided by it too"]]
+
+
+def test_a_frozen_weight_keeps_no_input():
+    assert eb.saved(lambda: nn.Linear(HIDDEN, 8).requires_grad_(False)(states())).total_bytes == 0
+
+
+@either_way
+def test_what_an_in_place_operation_on_a_view_keeps_is_found(rules):
+    """A 3-D product returns a view; autograd hides the node of an in-place operation on it."""
+    kept = eb.saved(lambda: F.dropout(nn.Linear(HIDDEN, 8)(states()), 0.1, inplace=True), rules=rules).frame()
+    assert kept["op"].tolist() == ["addmm", "dropout"]
+    assert kept["nbytes"].tolist() == [4 * BATCH * SEQUENCE * HIDDEN, 4 * BATCH * SEQUENCE * 8]
+    assert kept["why"][1] == "mask: which elements were dropped"
+
+
+def test_gradients_are_right_though_an_in_place_operation_was_looked_at():
+    weight, x = torch.randn(8, HIDDEN, requires_grad=True), states()
+    outputs = []
+
+    def forward() -> torch.Tensor:
+        outputs.append(F.relu(F.linear(x, weight, torch.zeros(8)), inplace=True).mul_(torch.full((8,), 3.0)))
+        return outputs[-1]
+
+    eb.saved(forward)
+    (looked_at,) = torch.autograd.grad(outputs[0].square().sum(), weight)
+    (plain,) = torch.autograd.grad((3 * F.relu(x @ weight.t())).square().sum(), weight)
+    torch.testing.assert_close(looked_at, plain)
+
+
+@either_way
+def test_what_checkpointing_packs_away_is_not_counted(rules):
+    def forward() -> torch.Tensor:
+        block, x = nn.Sequential(nn.Linear(HIDDEN, 8), nn.ReLU(inplace=True), nn.Dropout(0.1, inplace=True)), states()
+        return checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+
+    assert eb.saved(forward, rules=rules).total_bytes == 0
+
+
+# -- what the rows say -------------------------------------------------------------------------------------------------
+
+
+@either_way
+def test_inputs_and_masks_and_buffers_have_their_roles(rules):
+    def forward() -> torch.Tensor:
+        block, x = Attended(), torch.ones(BATCH, SEQUENCE, HIDDEN)
+        return F.dropout(block(x), 0.1)
+
+    kept = eb.saved(forward, rules=rules).frame()
+    roles = kept.set_index(["op", "operand"])["role"]
+    assert roles["native_layer_norm", "input"] == "input"
+    assert roles["native_layer_norm", "result1"] == "activation"
+    masks = kept[(kept["op"] == "mul") & (kept["operand"] == "other") & (kept["role"] == "activation")]
+    assert [BATCH, HEADS, SEQUENCE, SEQUENCE] in masks["shape"].tolist()
+    assert [BATCH, SEQUENCE, HIDDEN] in masks["shape"].tolist()
+    (buffer,) = kept[kept["role"] == "buffer"].to_dict("records")
+    assert (buffer["nbytes"], buffer["shape"]) == (4 * HIDDEN, [HIDDEN])
+    assert set(kept["role"]) == {"input", "activation", "buffer"}
+
+
+def test_a_tensor_from_the_functions_surroundings_is_an_input():
+    x, other = torch.ones(3, HIDDEN), torch.full((3, 8), 2.0)
+    layer = nn.Linear(HIDDEN, 8)
+    assert eb.saved(lambda: layer(x) * other).frame()["role"].tolist() == ["input", "input"]
+
+
+def test_a_tensor_given_to_a_trace_is_an_input():
+    with eb.trace(rules="cpu") as run:
+        batch = {"x": run.to_device(torch.ones(3, HIDDEN))}
+        model = nn.Linear(HIDDEN, 8)
+        kept = eb.saved(lambda: model(batch["x"]))
+    assert kept.frame()["role"].tolist() == ["input"]
+
+
+@either_way
+def test_each_row_says_what_kept_it_where_and_why(rules):
+    def forward() -> torch.Tensor:
+        model = nn.Sequential(nn.LayerNorm(HIDDEN), mlp(nn.GELU()))
+        return model(states())
+
+    kept = eb.saved(forward, rules=rules).frame()
+    assert list(kept.columns) == ["nbytes", "shape", "dtype", "module", "op", "role", "operand", "why", "uses"]
+    assert kept[["module", "op", "operand"]].values.tolist() == [
+        ["0", "native_layer_norm", "input"],
+        ["0", "native_layer_norm", "result1"],
+        ["0", "native_layer_norm", "result2"],
+        ["1.0", "addmm", "mat1"],
+        ["1.1", "gelu", "self"],
+        ["1.2", "addmm", "mat1"],
+    ]
+    assert kept["why"].tolist() == [
+        "normalised anew in backward, from the two statistics",
+        "mean of each row",
+        "reciprocal standard deviation of each row",
+        "input of a product whose weight learns: its gradient is X^T dY",
+        "the gradient of gelu depends on its input",
+        "input of a product whose weight learns: its gradient is X^T dY",
+    ]
+    assert set(kept["dtype"]) == {"float32"}
+
+
+def test_a_storage_that_two_formulas_need_names_the_first_and_counts_both():
+    kept = eb.saved(lambda: mlp(nn.ReLU())(states())).frame()
+    assert kept["op"].tolist() == ["addmm", "relu"]
+    assert kept["why"][1] == "the gradient of relu is written in its output"
+    assert kept["uses"].tolist() == [1, 2]
+
+
+def test_by_sums_to_the_total_and_refuses_a_column_that_is_not_there():
+    kept = eb.saved(lambda: Attended()(states()))
+    assert kept.by("module")["nbytes"].sum() == kept.total_bytes
+    assert kept.by("op")["storages"].sum() == len(kept.frame())
+    with pytest.raises(ValueError, match="no column 'bytes'; choose one of nbytes"):
+        kept.by("bytes")
+
+
+# -- that looking changes nothing --------------------------------------------------------------------------------------
+
+
+def test_saved_holds_no_tensor():
+    made: list[weakref.ref] = []
+
+    def forward() -> torch.Tensor:
+        inner = F.relu(nn.Linear(HIDDEN, 8)(states()), inplace=True)
+        made.append(weakref.ref(inner.untyped_storage()))
+        return torch.sigmoid(inner)
+
+    kept = eb.saved(forward)
+    gc.collect()
+    assert kept.total_bytes
+    assert made[0]() is None
+
+
+@forwards
+def test_saved_inside_a_trace_leaves_the_timeline_as_it_was(forward):
+    def timeline(look) -> eb.Timeline:
+        with eb.trace(rules="cpu") as run:
+            for _ in run.steps(2):
+                look(forward)
+                forward().sum().backward()
+        return run.timeline
+
+    looked, plain = timeline(lambda function: eb.saved(function)), timeline(lambda function: function())
+    assert looked.peak_bytes == plain.peak_bytes
+    assert looked.growth_per_step().equals(plain.growth_per_step())
+    assert events(looked, "alloc") == events(plain, "alloc")
+    assert sorted(events(looked, "free")) == sorted(events(plain, "free"))  # of several at once, any may be first
+
+
+def events(timeline: eb.Timeline, action: str) -> list[tuple]:
+    frame = timeline.frame().drop(columns="line")
+    return list(frame[frame["action"] == action].itertuples(index=False, name=None))
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [lambda: torch.ones(2) + 1, lambda: torch.no_grad()(nn.Linear(2, 2))(torch.ones(2)), lambda: None],
+    ids=["nothing learns", "no_grad", "nothing returned"],
+)
+def test_without_a_graph_the_error_says_what_to_do(forward):
+    with pytest.raises(ValueError, match=r"no gradient graph: run with gradients enabled .* return the output"):
+        eb.saved(forward)
+
+
+def test_other_rules_than_the_running_traces_are_refused():
+    with eb.trace(rules="cpu"), pytest.raises(ValueError, match="rules='cuda' inside a trace by the rules 'cpu'"):
+        eb.saved(lambda: nn.Linear(2, 2)(torch.ones(1, 2)), rules="cuda")
