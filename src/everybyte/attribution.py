@@ -26,20 +26,12 @@ from torch.utils._pytree import tree_leaves
 
 _TORCH: Final = str(Path(torch.__file__).parent)
 _OURS: Final = str(Path(__file__).parent)
-_MACHINERY: Final = frozenset(
-    str(Path(_OURS, name))
-    for name in (
-        "attribution.py",
-        "measure.py",
-        "run.py",
-        "saved.py",
-        "trace.py",
-        "values.py",
-        "rules/cpu.py",
-        "rules/engine.py",
-    )
+_MACHINERY: Final = (
+    *(str(Path(_OURS, f"{name}.py")) for name in ("attribution", "kernels", "measure", "run", "saved", "scalars")),
+    *(str(Path(_OURS, f"{name}.py")) for name in ("storages", "surface", "trace", "values")),
+    str(Path(_OURS, "rules")),
 )
-_NOT_USER: Final = (_TORCH, str(Path(contextlib.__file__)), "<")
+_NOT_USER: Final = (_TORCH, *_MACHINERY, str(Path(contextlib.__file__)), "<")
 
 _next_sequence_number = torch._C._autograd._get_sequence_nr
 
@@ -149,7 +141,7 @@ def user_frame() -> tuple[str, int]:
     frame = sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename
-        if filename not in _MACHINERY and not filename.startswith(_NOT_USER):
+        if not filename.startswith(_NOT_USER):
             return filename, frame.f_lineno
         frame = frame.f_back
     return "", 0

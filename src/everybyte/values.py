@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 LIMIT: Final = 4096
 """Storages of at most this many bytes keep their values."""
 
-aten: Final = torch.ops.aten
-_UNKNOWN: Final = frozenset(
+UNKNOWN: Final = object()
+"""The result of an op whose result nobody knows."""
+
+_UNINITIALISED: Final = frozenset(
     {"empty", "empty_strided", "empty_permuted", "empty_like", "new_empty", "new_empty_strided"}
 )
 
@@ -64,7 +66,10 @@ def _stand_in(base: type) -> type:
 
     def passing_on(name: str) -> Callable[..., Any]:
         def method(self: Any, *args: Any) -> Any:
-            result = getattr(base, name)(self, *args)
+            try:
+                result = getattr(base, name)(self, *args)
+            except ArithmeticError:  # the true value is not zero, or not for all we know
+                result = base()
             return unknown(result, self.decided) if type(result) in _STAND_INS else result
 
         return method
@@ -94,10 +99,17 @@ class KnownValues:
         """Drops the value of a storage that has died or been written with something unknown."""
         self._twins.pop(storage, None)
 
-    def remember(self, storage: int, real: torch.Tensor) -> None:
-        """Says what a traced storage holds."""
-        if real.untyped_storage().nbytes() <= LIMIT:
-            self._twins[storage] = real.untyped_storage()
+    def forget_all(self, written: Any) -> None:
+        """Drops the values of tensors that were written with something unknown."""
+        for tensor in tree_leaves(written):
+            if isinstance(tensor, torch.Tensor):
+                self.forget(tensor.untyped_storage()._cdata)
+
+    def remember(self, traced: torch.Tensor, real: torch.Tensor) -> None:
+        """Says what a traced storage holds, if it is small and arranged as the real one."""
+        same = traced.stride() == real.stride() and traced.dtype == real.dtype
+        if same and real.untyped_storage().nbytes() <= LIMIT:
+            self._twins[traced.untyped_storage()._cdata] = real.untyped_storage()
 
     def twin(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A real tensor with the value of a traced one, or None if it is unknown."""
@@ -110,6 +122,24 @@ class KnownValues:
             real = torch.empty(0, dtype=tensor.dtype)
             return real.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
+    def positions(self, indices: Any) -> list[torch.Tensor | None] | None:
+        """Indices in which each mask is replaced by the positions, real ones, at which it is true.
+
+        Returns:
+            None if a mask's values are not known.
+        """
+        positions: list[torch.Tensor | None] = []
+        for index in indices:
+            if index is None or index.dtype not in (torch.bool, torch.uint8):
+                positions.append(index)
+                continue
+            mask = self.twin(index)
+            if mask is None:
+                return None
+            with torch._C._DisableTorchDispatch():
+                positions += mask.nonzero(as_tuple=True)
+        return positions
+
     def covers(self, tensors: list[torch.Tensor]) -> bool:
         """Whether all these tensors are traced ones whose values are known."""
         if not tensors:
@@ -121,12 +151,12 @@ class KnownValues:
         """Runs an op on the twins of its arguments, all of which `covers` says are known.
 
         Returns:
-            The real result, or None if the op's result does not follow from its arguments or is too large to keep.
+            The real result, or `UNKNOWN` if it does not follow from the arguments or is too large to keep.
         """
-        if torch.Tag.nondeterministic_seeded in func.tags or func._schema.name.split("::")[1] in _UNKNOWN:
-            return None
+        if torch.Tag.nondeterministic_seeded in func.tags or func._schema.name.split("::")[1] in _UNINITIALISED:
+            return UNKNOWN
         if _numel(args) > LIMIT:
-            return None
+            return UNKNOWN
 
         def real(leaf: Any) -> Any:
             if isinstance(leaf, torch.Tensor):
@@ -136,7 +166,7 @@ class KnownValues:
         try:
             return func(*tree_map(real, args), **tree_map(real, kwargs))
         except (RuntimeError, NotImplementedError, TypeError):
-            return None
+            return UNKNOWN
 
 
 def _numel(args: Any) -> int:

@@ -1,0 +1,82 @@
+"""The storages a trace has seen: each is recorded when it appears, and its end through a weak reference."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .timeline import Recorder
+
+
+@dataclass
+class _Tracked:
+    event: int  # the storage's number in the recorder
+    nbytes: int
+    alive: weakref.ref  # kept, for its callback
+
+
+class Storages:
+    """Storages by address, from their first appearance to their end.
+
+    Args:
+        forget: Called with the address of a storage that has died.
+    """
+
+    def __init__(self, forget: Callable[[int], None]) -> None:
+        self.recorder = Recorder()
+        self._forget = forget
+        self._tracked: dict[int, _Tracked] = {}
+
+    def is_known(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's storage is already recorded, or holds nothing."""
+        storage = tensor.untyped_storage()
+        return storage._cdata in self._tracked or storage.nbytes() == 0
+
+    def record(self, tensor: torch.Tensor, **what: Any) -> int:
+        """Records the tensor's storage as allocated now. `what` says op, module and line."""
+        storage = tensor.untyped_storage()
+        event = self.recorder.alloc(
+            storage.nbytes(),
+            shape=str(list(tensor.shape)),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            **what,
+        )
+        self.follow(storage, event, storage.nbytes())
+        return event
+
+    def follow(self, storage: torch.UntypedStorage, event: int, nbytes: int) -> None:
+        """Lets an allocation that is already recorded end when this storage does."""
+        address = storage._cdata
+
+        def die(_: Any) -> None:
+            tracked = self._tracked.pop(address, None)
+            self._forget(address)
+            if tracked is not None:
+                self.recorder.free(tracked.event)
+
+        self._tracked[address] = _Tracked(event, nbytes, weakref.ref(storage, die))
+
+    def record_growth(self, tensor: torch.Tensor, **what: Any) -> None:
+        """Records what an op that wrote into a tensor did to its storage (`resize_`, `out=`).
+
+        A storage of another size is a new one, made before the old one is released (`ATen/native/Resize.h`).
+        """
+        storage = tensor.untyped_storage()
+        tracked = self._tracked.get(storage._cdata)
+        if tracked is None:
+            if storage.nbytes():
+                self.record(tensor, **what)
+        elif tracked.nbytes != storage.nbytes():
+            del self._tracked[storage._cdata]
+            self.record(tensor, **what)
+            self.recorder.free(tracked.event)
+
+    def label(self, tensor: torch.Tensor, category: str) -> None:
+        """Says what the tensor's storage is for, if it is one of ours."""
+        tracked = self._tracked.get(tensor.untyped_storage()._cdata)
+        if tracked is not None:
+            self.recorder.label(tracked.event, category)

@@ -1,0 +1,131 @@
+"""What traced code sees of torch: a device that it takes for the real one.
+
+A function mode stands above autograd. It puts new tensors on the meta device, lets traced tensors say that they live on
+the device whose rules hold, hands values out, and takes the real device's path through composite functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+from torch.utils._pytree import tree_leaves
+
+from .attribution import user_line
+from .kernels import META
+
+if TYPE_CHECKING:
+    from .trace import Trace
+
+_FROM_DATA: Final = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
+_READS: Final = frozenset({torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy})
+_SAYS: Final = {
+    torch.Tensor.device.__get__: torch.device("cpu"),
+    torch.Tensor.is_cpu.__get__: True,
+    torch.Tensor.is_meta.__get__: False,
+}
+"""What a traced tensor says of itself, so that code which looks goes the way it goes on the real device."""
+
+
+@contextmanager
+def shown_to(run: Trace) -> Iterator[None]:
+    """Puts the surface in place while the block lasts, and everything back as it was after it."""
+    with ExitStack() as stack:
+        for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
+            stack.enter_context(_replaced(F, name, _of_the_user_s_own))
+        # The generator's state is a tensor that no op makes; checkpointing keeps one for each segment.
+        stack.enter_context(_replaced(torch, "get_rng_state", _counting(run, torch.get_rng_state)))
+        stack.enter_context(Surface(run))
+        yield
+
+
+class Surface(TorchFunctionMode):
+    """Sees each call of torch's Python face before autograd does."""
+
+    def __init__(self, run: Trace) -> None:
+        super().__init__()
+        self._run = run
+        self._factories = _device_constructors()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in self._factories:
+            return self._make(func, args, kwargs)
+        if func in _SAYS and args[0].is_meta:
+            return _SAYS[func]
+        if func in _READS and args[0].is_meta:
+            return self._run.read_out(func, args[0])
+        if func is torch.Tensor.cpu:
+            return args[0]
+        if func is torch.Tensor.to:
+            args = tuple(META if _is_host(arg) else arg for arg in args)
+            kwargs = {name: META if _is_host(value) else value for name, value in kwargs.items()}
+        if func is torch.Tensor.backward:
+            with self:  # what Python runs inside (checkpointing, custom functions) is seen as well
+                return _backward(*args, **kwargs)
+        return self._run.call(func, args, kwargs)
+
+    def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        device = kwargs.get("device")
+        if device is not None and not _is_host(device) and torch.device(device) != META:
+            raise ValueError(
+                f"{user_line()}: device={str(device)!r} in a trace by CPU rules; use 'cpu', or trace by other rules"
+            )
+        if func not in _FROM_DATA or (args and isinstance(args[0], torch.Tensor) and args[0].is_meta):
+            return self._run.call(func, args, {**kwargs, "device": META})
+        with torch._C._DisableTorchDispatch():
+            real = func(*args, **{**kwargs, "device": "cpu"})
+        made = self._run.adopt(real, func.__name__)
+        return made.requires_grad_() if real.requires_grad else made
+
+
+def _backward(
+    tensor: torch.Tensor,
+    gradient: torch.Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """`Tensor.backward` without its own check for function modes."""
+    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+def _is_host(device: Any) -> bool:
+    if isinstance(device, str):
+        return device.split(":")[0] == "cpu"
+    return isinstance(device, torch.device) and device.type == "cpu"
+
+
+def _of_the_user_s_own(*tensors: Any) -> bool:
+    """Whether some tensor is of a type with `__torch_function__` of its own.
+
+    In place of the check in `torch.nn.functional`, whose Python functions hand themselves over to a function mode as a
+    whole and then run with the mode off; with this one the mode sees what they call.
+    """
+    kinds = {type(leaf) for leaf in tree_leaves(tensors)} - {torch.Tensor, torch.nn.Parameter}
+    plain = torch._C._disabled_torch_function_impl
+    return any(getattr(kind, "__torch_function__", plain) is not plain for kind in kinds)
+
+
+def _counting(run: Trace, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def counting(*args: Any, **kwargs: Any) -> torch.Tensor:
+        made = function(*args, **kwargs)
+        run.count(made, function.__name__)
+        return made
+
+    return counting
+
+
+@contextmanager
+def _replaced(module: Any, name: str, replacement: Any) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, replacement)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
