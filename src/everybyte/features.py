@@ -176,19 +176,19 @@ def _known() -> Iterator[Feature]:
     def known(name: str, formula: str, compute: Compute, warm_up: int = 0) -> Feature:
         return Feature(name, "known", "calendar", formula, warm_up, lambda b: np.asarray(compute(b), np.float64))
 
-    yield known("weekday_sin", "sin(2π weekday / 5)", lambda b: cycle(b.time.weekday, 5)[0])
-    yield known("weekday_cos", "cos(2π weekday / 5)", lambda b: cycle(b.time.weekday, 5)[1])
+    yield known("weekday_sin", "sin(2π weekday / 5)", lambda b: cycle(b.time.day_of_week, 5)[0])
+    yield known("weekday_cos", "cos(2π weekday / 5)", lambda b: cycle(b.time.day_of_week, 5)[1])
     yield known("month_day_sin", "sin(2π day of month / 31)", lambda b: cycle(b.time.day, 31)[0])
     yield known("month_day_cos", "cos(2π day of month / 31)", lambda b: cycle(b.time.day, 31)[1])
-    yield known("year_day_sin", "sin(2π day of year / 365.25)", lambda b: cycle(b.time.dayofyear, 365.25)[0])
-    yield known("year_day_cos", "cos(2π day of year / 365.25)", lambda b: cycle(b.time.dayofyear, 365.25)[1])
+    yield known("year_day_sin", "sin(2π day of year / 365.25)", lambda b: cycle(b.time.day_of_year, 365.25)[0])
+    yield known("year_day_cos", "cos(2π day of year / 365.25)", lambda b: cycle(b.time.day_of_year, 365.25)[1])
     day = pd.offsets.BDay()
     yield known("month_end", "1 on the month's last weekday", lambda b: (b.time + day).month != b.time.month)
     yield known("month_start", "1 on the month's first weekday", lambda b: (b.time - day).month != b.time.month)
     yield known(
         "expiry",
         "1 on the month's third Friday",
-        lambda b: (b.time.weekday == 4) & (b.time.day >= 15) & (b.time.day <= 21),
+        lambda b: (b.time.day_of_week == 4) & (b.time.day >= 15) & (b.time.day <= 21),
     )
     yield known(
         "closed_days",
