@@ -113,7 +113,7 @@ def test_stored_files_are_the_ones_their_provenance_describes():
         assert entry["sha256"] == hashlib.sha256(content).hexdigest()
         assert entry["rows"] == len(pd.read_parquet(STORED / name))
         assert "NCSA" in entry["terms"] and "arch" in entry["source"]
-    assert "Permission is hereby granted" in (STORED / "LICENSE-arch.md").read_text()
+    assert "Permission is hereby granted" in (STORED / "LICENSE-arch.txt").read_text()
 
 
 def test_small_file_is_the_end_of_the_full_one():

@@ -326,11 +326,11 @@ def make(folder: Path) -> list[Path]:
     store_features(table, folder / "sp500_small_features.parquet")
     package = metadata.distribution("arch")
     licence = next(file for file in package.files or () if file.name.startswith("LICENSE"))
-    (folder / "LICENSE-arch.md").write_text(licence.read_text())
+    (folder / "LICENSE-arch.txt").write_text(licence.read_text())
 
     source = {
         "source": f"S&P 500 daily bars shipped with the Python package arch {package.version}, arch.data.sp500",
-        "terms": f"{package.metadata['License-Expression']} licence of that package, in LICENSE-arch.md",
+        "terms": f"{package.metadata['License-Expression']} licence of that package, in LICENSE-arch.txt",
         "made_by": "python -m everybyte.data",
     }
     for name, frame, what in (
@@ -349,7 +349,7 @@ def make(folder: Path) -> list[Path]:
         "sp500.parquet",
         "sp500_small.parquet",
         "sp500_small_features.parquet",
-        "LICENSE-arch.md",
+        "LICENSE-arch.txt",
         "provenance.json",
     )
     return [folder / name for name in made]
