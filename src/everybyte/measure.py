@@ -234,7 +234,7 @@ def _is_kernel(name: str, calls_itself: bool) -> bool:
         return False
     packet = getattr(getattr(torch.ops, namespace), op, None)
     overloads = packet.overloads() if hasattr(packet, "overloads") else []
-    qualified = [name if o == "default" else f"{name}.{o}" for o in overloads]
+    qualified = [name if o == "default" else f"{name}.{o}" for o in overloads if "out" not in o.split("_")]
     composite = [
         torch._C._dispatch_has_kernel_for_dispatch_key(q, "CompositeImplicitAutograd")
         for q in qualified

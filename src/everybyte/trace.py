@@ -97,7 +97,7 @@ class Trace(Run):
         attribution: Whose memory it is.
         unknown_reads: Every place where the code asked for a value that nobody knows (it got the type's zero).
         conditional: Lines at which such a value decided a branch: a real run may go the other way.
-        not_covered: Functions and backward nodes that the run used and that allocate otherwise in a real run.
+        not_covered: Backward nodes that the run used and that allocate otherwise in a real run.
     """
 
     def __init__(self, rules: str) -> None:
@@ -108,6 +108,7 @@ class Trace(Run):
         self.not_covered: set[str] = set()
         self._known = KnownValues()
         self._kernels = Kernels()
+        self._writes = engine.Writes()
         self._storages = Storages(forget=self._known.forget)
         self._scalars = Scalars(self._storages)
         self._calls: list[tuple[Any, Any]] = []  # open calls of torch's Python face, and the backward node of each
@@ -162,8 +163,6 @@ class Trace(Run):
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a call of torch's Python face, by the path that the rules give."""
-        if function in cpu.NOT_REPRODUCED:
-            self.not_covered.add(function.__name__)
         self._calls.append((function, _current_node()))
         try:
             out = cpu.FUNCTIONS.get(function, function)(*args, **kwargs)
@@ -202,7 +201,8 @@ class Trace(Run):
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Lets one op run on the meta device and records the storages it makes."""
         node = _current_node()
-        if func in engine.WRITES and engine.takes_over(func, args, node, self._calls[-1][0] if self._calls else None):
+        caller = self._calls[-1][0] if self._calls else None
+        if func in engine.WRITES and self._writes.takes_over(func, args, node, caller):
             return args[0]
         op = _describe(func)
         self._note_phase(node)

@@ -24,9 +24,6 @@ KERNELS: Final[dict[Any, Function]] = {}
 FUNCTIONS: Final[dict[Any, Function]] = {}
 """Function of torch's Python face -> a function of the same arguments that takes the path it takes on CPU."""
 
-NOT_REPRODUCED: Final = frozenset({torch.gru, torch.rnn_tanh, torch.rnn_relu})
-"""Functions whose CPU path differs from the one traced, and is not reproduced yet."""
-
 
 def _rule(table: dict[Any, Function], *names: Any) -> Callable[[Function], Function]:
     def register(function: Function) -> Function:
@@ -97,17 +94,15 @@ def _attention_choice(query: Any, key: Any, value: Any, mask: Any, dropout: floa
 def lstm(input: Any, *rest: Any) -> Any:
     """An LSTM as oneDNN runs it, one call a layer and direction (`ATen/native/mkldnn/RNN.cpp`, `mkldnn_rnn`).
 
-    It needs oneDNN, single precision and no projection; else the cells run one by one, as they do on meta.
+    oneDNN takes no packed sequence, no projection and no double precision; the cells then run one by one.
     """
-    packed = not isinstance(rest[0], (tuple, list))
-    if packed or not torch.backends.mkldnn.is_available() or input.dtype != torch.float32 or input.numel() == 0:
+    if not isinstance(rest[0], (tuple, list)):
         return torch.lstm(input, *rest)
     (hx, cx), weights, has_biases, num_layers, dropout, train, bidirectional, batch_first = rest
-    directions = 2 if bidirectional else 1
+    hidden, directions = hx.shape[-1], 2 if bidirectional else 1
     per_layer = len(weights) // (num_layers * directions)
-    hidden = hx.shape[-1]
-    if per_layer not in (2, 4) or weights[1].shape[-1] != weights[0].shape[0] // 4:
-        return torch.lstm(input, *rest)
+    if per_layer > (4 if has_biases else 2) or input.dtype not in _onednn_dtypes() or input.numel() == 0:
+        return _layer_by_layer(_lstm_cell, input, list(zip(hx.unbind(0), cx.unbind(0), strict=True)), *rest[1:])
     layer_input = (input.transpose(0, 1) if batch_first else input).contiguous()
     hx, cx = hx.contiguous(), cx.contiguous()
     outputs, last_h, last_c = [None] * directions, [], []
@@ -132,18 +127,41 @@ def lstm(input: Any, *rest: Any) -> Any:
 _LSTM: Final = 2  # `torch/csrc/api/include/torch/nn/options/rnn.h`
 
 
+@cache
+def _onednn_dtypes() -> frozenset[torch.dtype]:
+    """The dtypes in which oneDNN runs an LSTM on this processor (`ATen/native/RNN.cpp`, `use_mkldnn`)."""
+    if not torch.backends.mkldnn.is_available():
+        return frozenset()
+    halves = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    return frozenset({torch.float32, *(dtype for dtype, is_supported in halves.items() if is_supported())})
+
+
 @_rule(KERNELS, aten.mkldnn_rnn_layer.default)
 def mkldnn_rnn_layer(input: Any, w_ih: Any, w_hh: Any, b_ih: Any, b_hh: Any, hx: Any, cx: Any, *rest: Any) -> Any:
     """One layer and direction: [s, b, w] -> output [s, b, h], last h and c [b, h], oneDNN's workspace for backward."""
     (s, b, width), h = input.shape, hx.shape[-1]
-    keeps = torch.is_grad_enabled()
-    workspace = torch.empty(lstm_workspace(s, b, width, h), dtype=torch.uint8, device="meta") if keeps else None
+    workspace = None
+    if torch.is_grad_enabled():
+        workspace = torch.empty(lstm_workspace(s, b, width, h, input.dtype), dtype=torch.uint8, device="meta")
     return input.new_empty(s, b, h), torch.empty_like(hx), torch.empty_like(cx), workspace
 
 
+@_rule(KERNELS, aten.mkldnn_rnn_layer_backward.default)
+def mkldnn_rnn_layer_backward(
+    input: Any, w_ih: Any, w_hh: Any, b_ih: Any, b_hh: Any, hx: Any, cx: Any, *rest: Any
+) -> Any:
+    """Gradients of the input, both weights, both biases (two copies of one) and both states, in single precision."""
+    d_bias = (4 * hx.shape[-1],)
+    shapes = (input.shape, w_ih.shape, w_hh.shape, d_bias, d_bias, hx.shape, cx.shape)
+    return tuple(input.new_empty(shape, dtype=torch.float32) for shape in shapes)
+
+
 @cache
-def lstm_workspace(s: int, b: int, width: int, h: int) -> int:
-    """Bytes of oneDNN's workspace for one LSTM layer and direction, single precision.
+def lstm_workspace(s: int, b: int, width: int, h: int, dtype: torch.dtype = torch.float32) -> int:
+    """Bytes of oneDNN's workspace for one LSTM layer and direction.
 
     How oneDNN lays it out is its own affair and depends on the processor; so the library of this machine is asked, by
     running the layer once on zeros.
@@ -151,17 +169,93 @@ def lstm_workspace(s: int, b: int, width: int, h: int) -> int:
     Args:
         s, b: Steps and samples.
         width, h: Sizes of the input and of the hidden state.
+        dtype: Of all of them.
     """
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), torch.enable_grad():
 
         def zeros(*size: int) -> torch.Tensor:
-            return torch.zeros(size, device="cpu")
+            return torch.zeros(size, dtype=dtype, device="cpu")
 
         *_, workspace = torch.mkldnn_rnn_layer(
             zeros(s, b, width), zeros(4 * h, width), zeros(4 * h, h), zeros(4 * h), zeros(4 * h),
             zeros(b, h), zeros(b, h), False, [], _LSTM, h, 1, True, False, False, True,
         )  # fmt: skip
         return workspace.numel()
+
+
+def _layer_by_layer(
+    cell: Function, input: Any, states: list[Any], weights: Any, has_biases: bool, num_layers: int, dropout: float,
+    train: bool, bidirectional: bool, batch_first: bool,
+) -> Any:  # fmt: skip
+    """A recurrent network cell by cell, the input's product for all steps at once (`ATen/native/RNN.cpp`, `FullLayer`).
+
+    Returns:
+        The output and the stacked last states, one stack for each part of a state.
+    """
+    directions = 2 if bidirectional else 1
+    per_layer = len(weights) // (num_layers * directions)
+    layer_input, last = input.transpose(0, 1) if batch_first else input, []
+    for layer in range(num_layers):
+        outputs = []
+        for direction in range(directions):
+            index = layer * directions + direction
+            own = weights[index * per_layer : (index + 1) * per_layer]
+            of_input, of_state = (own[0:4:2], own[1:4:2]) if has_biases else (own[0:1], own[1:2])
+            projection = own[4 if has_biases else 2 :]
+            steps = F.linear(layer_input, *of_input).unbind(0)
+            state, made = states[index], []
+            for gates in steps[::-1] if direction else steps:
+                state = cell(gates, state, of_state, *projection)
+                made.append(state[0])
+            last.append(state)
+            outputs.append(torch.stack(made[::-1] if direction else made, 0))
+            del steps, gates, made
+        layer_input = outputs[0] if directions == 1 else torch.cat(outputs, -1)
+        del outputs
+        if dropout != 0 and train and layer < num_layers - 1:
+            layer_input = torch.dropout(layer_input, dropout, True)
+    output = layer_input.transpose(0, 1) if batch_first else layer_input
+    return output, *(torch.stack(part, 0) for part in zip(*last, strict=True))
+
+
+def _lstm_cell(gates: Any, state: Any, weights: Any, projection: Any = None) -> Any:
+    h, c = state
+    ingate, forget, new, outgate = F.linear(h, *weights).add_(gates).unsafe_chunk(4, 1)
+    ingate, forget, new, outgate = ingate.sigmoid_(), forget.sigmoid_(), new.tanh_(), outgate.sigmoid_()
+    c = (forget * c).add_(ingate * new)
+    h = outgate * c.tanh()
+    return (h if projection is None else h @ projection.t(), c)
+
+
+def _gru_cell(gates: Any, state: Any, weights: Any) -> Any:
+    (hidden,) = state
+    i_reset, i_update, i_new = gates.unsafe_chunk(3, 1)
+    h_reset, h_update, h_new = F.linear(hidden, *weights).unsafe_chunk(3, 1)
+    reset = h_reset.add_(i_reset).sigmoid_()
+    update = h_update.add_(i_update).sigmoid_()
+    new = i_new.add(h_new.mul_(reset)).tanh_()
+    return ((hidden - new).mul_(update).add_(new),)
+
+
+def _tanh_cell(gates: Any, state: Any, weights: Any) -> Any:
+    return (torch.tanh(F.linear(state[0], *weights).add_(gates)),)
+
+
+def _relu_cell(gates: Any, state: Any, weights: Any) -> Any:
+    return (torch.relu(F.linear(state[0], *weights).add_(gates)),)
+
+
+def _recurrent(function: Function, cell: Function) -> None:
+    def run(input: Any, *rest: Any) -> Any:
+        if not isinstance(rest[1], (tuple, list)):  # a packed sequence goes step by step on every device
+            return function(input, *rest)
+        return _layer_by_layer(cell, input, [(h,) for h in rest[0].unbind(0)], *rest[1:])
+
+    FUNCTIONS[function] = run
+
+
+for _function, _cell in ((torch.gru, _gru_cell), (torch.rnn_tanh, _tanh_cell), (torch.rnn_relu, _relu_cell)):
+    _recurrent(_function, _cell)
 
 
 # -- kernels whose outputs differ --------------------------------------------------------------------------------------
@@ -173,6 +267,33 @@ def native_layer_norm(input: Any, shape: Any, weight: Any, bias: Any, eps: float
     out, mean, rstd = aten.native_layer_norm.default(input, shape, weight, bias, eps)
     dtype = torch.float32 if weight is not None and weight.dtype != input.dtype else input.dtype
     return out, mean.to(dtype), rstd.to(dtype)
+
+
+@_rule(KERNELS, aten.native_batch_norm.default)
+def native_batch_norm(input: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *rest: Any) -> Any:
+    """Statistics in training only, single precision where the weight's dtype differs: `ATen/native/Normalization.cpp`."""
+    kept = input.shape[1] if training else 0
+    mixed = any(t is not None and t.dtype != input.dtype for t in (weight, bias, mean, var))
+    statistics = [input.new_empty(kept, dtype=torch.float32 if mixed else input.dtype) for _ in range(2)]
+    return torch.empty_like(input, memory_format=_suggested_format(input)), *statistics
+
+
+@_rule(KERNELS, aten.native_batch_norm_backward.default)
+def native_batch_norm_backward(gradient: Any, input: Any, *rest: Any) -> Any:
+    """The input's gradient has a standard layout, whatever the input's own (`ATen/native/Normalization.cpp`)."""
+    d_input, d_weight, d_bias = aten.native_batch_norm_backward.default(gradient, input, *rest)
+    if d_input is not None:
+        d_input = torch.empty_like(input, memory_format=_suggested_format(input))
+    return d_input, d_weight, d_bias
+
+
+def _suggested_format(tensor: Any) -> torch.memory_format:
+    """Channels last where the tensor is, else contiguous (`c10/core/TensorImpl.h`, `suggest_memory_format`)."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    last = formats.get(tensor.dim())
+    if last is not None and tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous():
+        return last
+    return torch.contiguous_format
 
 
 @_rule(KERNELS, aten.mse_loss.default, aten.smooth_l1_loss.default)
@@ -195,6 +316,37 @@ def embedding_bag(weight: Any, indices: Any, offsets: Any, *rest: Any, **options
         bag_size,
         torch.empty_like(bag_size),
     )
+
+
+# -- composite on meta, a kernel on CPU --------------------------------------------------------------------------------
+
+
+class _Mish(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, input: Any) -> Any:
+        context.save_for_backward(input)
+        return torch._C._nn.mish(input)
+
+    @staticmethod
+    def backward(context: Any, gradient: Any) -> Any:
+        (input,) = context.saved_tensors
+        return torch.empty_like(input)
+
+
+@_rule(FUNCTIONS, torch._C._nn.mish)
+def mish(input: Any) -> Any:
+    """Mish with the one tensor that its gradient's kernel makes; meta composes it (`ATen/native/Activation.cpp`)."""
+    return _Mish.apply(input)
+
+
+@_rule(FUNCTIONS, torch.max_pool1d)
+def max_pool1d(input: Any, *args: Any, **kwargs: Any) -> Any:
+    """Pooling without indices where no gradient needs them (`ATen/native/Pooling.cpp`, `max_pool1d`)."""
+    if torch.is_grad_enabled() and input.requires_grad:
+        return torch.max_pool1d(input, *args, **kwargs)
+    with torch._C._DisableTorchDispatch():
+        shape = torch.max_pool1d(input, *args, **kwargs).shape
+    return input.new_empty(shape)
 
 
 # -- paths that need a real device -------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ class _Probe(TorchDispatchMode):
 
 @cache
 def unshared() -> tuple[int, int]:
-    """What `holders` says of a tensor that only the engine holds, looked at from one call below a dispatch mode.
+    """What `holders` says of a tensor that only C++ code holds, looked at from two calls below a dispatch mode.
 
     Wrappers hold references too, and how many has changed between PyTorch versions; so it is observed, not assumed.
     """
@@ -106,7 +106,7 @@ COMPOSITES: Final = frozenset(
 """Functions that add a bias or a mask to a product of their own, in place in a real run (`ATen/native/Linear.cpp`)."""
 
 NOT_REPRODUCED: Final = _nodes(
-    "MaskedFill:1 Prod:0 Prod:1 Cumprod:0 Max:1 Min:1 Median:0 Nanmedian:0 Mish:0 CtcLoss:1 "
+    "MaskedFill:1 Prod:0 Prod:1 Cumprod:0 Max:1 Min:1 Median:0 Nanmedian:0 CtcLoss:1 "
     "LinalgMatrixExp:0 LinalgHouseholderProduct:0 LinalgEig:0 Ormqr:0"
 )
 """Nodes for which PyTorch takes another algorithm under a dispatch mode, not only another variant of the same op."""
@@ -115,20 +115,45 @@ NOT_REPRODUCED: Final = _nodes(
 WRITES: Final = frozenset({ENGINE_SUM, *IN_PLACE})
 
 
-def takes_over(func: Any, args: tuple[Any, ...], node: Any, caller: Any) -> bool:
-    """Whether a real run would write this op's result into argument 0.
+BODY_SUMS: Final = {
+    **dict.fromkeys(_nodes("Atan2:0 Mvlgamma:0 SpecialI1E:0 SpecialLogNdtr:0 StdMean:0 VarMean:0 LinalgDet:0"), 1),
+    **dict.fromkeys(_nodes("LinalgCholeskyEx:0 LinalgLu:0 LinalgLuFactorEx:0 TriangularSolve:0 CholeskySolve:0"), 1),
+    **dict.fromkeys(_nodes("Logcumsumexp:0 LinalgPinv:0"), 2),
+    **dict.fromkeys(_nodes("NativeGroupNorm:0"), 3),
+}
+"""Backward nodes whose formula itself sums tensors out of place, and how often: what follows is the engine's."""
 
-    Args:
-        func: The op as a dispatch mode sees it.
-        args: Its arguments.
-        node: The backward node that is running, or None.
-        caller: The function of torch's Python face that is running, or None.
-    """
-    if func is ENGINE_SUM:
+
+class Writes:
+    """Decides which ops of a trace write where a real run writes."""
+
+    def __init__(self) -> None:
+        self._node: Any = None
+        self._sums = 0  # how many sums the running node has made
+
+    def takes_over(self, func: Any, args: tuple[Any, ...], node: Any, caller: Any) -> bool:
+        """Whether a real run would write this op's result into argument 0.
+
+        Args:
+            func: The op as a dispatch mode sees it, one of `WRITES`.
+            args: Its arguments.
+            node: The backward node that is running, or None.
+            caller: The function of torch's Python face that is running, or None.
+        """
+        if func is not ENGINE_SUM:
+            in_place = node is not None and node.name() in IN_PLACE[func]
+            return in_place and holders(args[0])[1] == unshared()[1]
         if node is None or caller in COMPOSITES:
             return caller in COMPOSITES and holders(args[0]) == unshared()
+        if node is not self._node:
+            self._node, self._sums = node, 0
+        self._sums += 1
         old, new = args[0], args[1]
-        same = isinstance(new, torch.Tensor) and old.shape == new.shape
-        return same and not torch.is_grad_enabled() and holders(old) == unshared() and is_dense(old)
-    nodes = IN_PLACE.get(func)
-    return nodes is not None and node is not None and node.name() in nodes and holders(args[0])[1] == unshared()[1]
+        return (
+            self._sums > BODY_SUMS.get(node.name(), 0)
+            and isinstance(new, torch.Tensor)
+            and old.shape == new.shape
+            and not torch.is_grad_enabled()
+            and holders(old) == unshared()
+            and is_dense(old)
+        )
