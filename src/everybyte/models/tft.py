@@ -67,7 +67,7 @@ class TFTConfig:
     biases: tuple[str, ...] = BIASED  # it counts most without; a framework's layers have them; q, k, v: as paper
     context: str = "every"  # a projection in each GRN's list, none in its sum ("none"); paper: "selection" only
     selection: str = "linear"  # "(256 x 210) -> 210", but 53,970 is 256 -> 210 ("pooled"); paper: "grn"
-    selection_loop: bool = True  # one variable at a time, as its code does; False: batched, the same function
+    selection_loop: bool = True  # one variable at a time, as its code does; False: batched, and slower on a CPU
     skip: str = "project"  # "skip_projection (if needed)": where a GRN changes width; "none": no skip there
     dropout: float = 0.1  # it lists none, yet 74 M weights on 180 windows need some; paper: before each gate
     attention_dropout: float = 0.0  # on the attention weights: in neither the report nor the paper's equations
