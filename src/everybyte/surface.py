@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _FROM_DATA: Final = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 _READS: Final = frozenset({torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy})
+_INDEXING: Final = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
 _SAYS: Final = {
     torch.Tensor.device.__get__: torch.device("cpu"),
     torch.Tensor.is_cpu.__get__: True,
@@ -38,6 +40,7 @@ def shown_to(run: Trace) -> Iterator[None]:
     with ExitStack() as stack:
         for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
             stack.enter_context(_replaced(F, name, _of_the_user_s_own))
+        stack.enter_context(_replaced(torch.overrides, "has_torch_function", _any_of_the_user_s_own))
         # The generator's state is a tensor that no op makes; checkpointing keeps one for each segment.
         stack.enter_context(_replaced(torch, "get_rng_state", _counting(run, torch.get_rng_state)))
         stack.enter_context(Surface(run))
@@ -65,10 +68,20 @@ class Surface(TorchFunctionMode):
         if func is torch.Tensor.to:
             args = tuple(META if _is_host(arg) else arg for arg in args)
             kwargs = {name: META if _is_host(value) else value for name, value in kwargs.items()}
+        if func in _INDEXING:
+            args = (args[0], self._index(args[1]), *args[2:])
         if func is torch.Tensor.backward:
             with self:  # what Python runs inside (checkpointing, custom functions) is seen as well
                 return _backward(*args, **kwargs)
         return self._run.call(func, args, kwargs)
+
+    def _index(self, index: Any) -> Any:
+        """Lists and arrays in an index become tensors, as they do in a real run, which then counts."""
+        if isinstance(index, tuple):
+            return tuple(self._index(part) for part in index)
+        if isinstance(index, (list, np.ndarray)) and not any(isinstance(i, torch.Tensor) for i in tree_leaves(index)):
+            return self._make(torch.tensor, (index,), {})
+        return index
 
     def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         device = kwargs.get("device")
@@ -110,6 +123,10 @@ def _of_the_user_s_own(*tensors: Any) -> bool:
     kinds = {type(leaf) for leaf in tree_leaves(tensors)} - {torch.Tensor, torch.nn.Parameter}
     plain = torch._C._disabled_torch_function_impl
     return any(getattr(kind, "__torch_function__", plain) is not plain for kind in kinds)
+
+
+def _any_of_the_user_s_own(tensors: Any) -> bool:
+    return _of_the_user_s_own(*tensors)
 
 
 def _counting(run: Trace, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

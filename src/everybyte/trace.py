@@ -124,7 +124,7 @@ class Trace(Run):
         engine.unshared()
         self._exit = ExitStack()
         self._exit.callback(_set_active, None)
-        for context in (self.attribution.following(), cpu.in_force(), shown_to(self), _Ops(self)):
+        for context in (self.attribution.following(), shown_to(self), _Ops(self)):
             self._exit.enter_context(context)
         _set_active(self)
         return self
@@ -201,8 +201,9 @@ class Trace(Run):
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Lets one op run on the meta device and records the storages it makes."""
         node = _current_node()
-        caller = self._calls[-1][0] if self._calls else None
-        if func in engine.WRITES and self._writes.takes_over(func, args, node, caller):
+        caller, caller_node = self._calls[-1] if self._calls else (None, None)
+        from_python = caller is not None and caller_node == node
+        if func in engine.WRITES and self._writes.takes_over(func, args, node, caller, from_python):
             return args[0]
         op = _describe(func)
         self._note_phase(node)
@@ -212,7 +213,8 @@ class Trace(Run):
         if func is _ITEM:
             return self._read(tensors[0])
         args, kwargs = self._meet(tensors, args, kwargs)
-        self._make_scalars(op, args, node)
+        if from_python:
+            self._make_scalars(op, args)
         real = self._known.follow(func, args, kwargs) if self._known.covers(tensors) else UNKNOWN
         try:
             out = self._kernels(func, args, kwargs)
@@ -250,12 +252,11 @@ class Trace(Run):
             self._label_gradients()
         recorder.enter_phase(backward=node is not None, optimizer=self._optimizing, module=self.attribution.module)
 
-    def _make_scalars(self, op: _Op, args: tuple[Any, ...], node: Any) -> None:
-        """Counts numbers among an op's tensors. Those that a gradient formula hands over are tensors already."""
-        if self._calls and self._calls[-1][1] == node:
-            for slot in op.tensor_slots:
-                if slot < len(args) and isinstance(args[slot], (bool, int, float, complex)):
-                    self._scalars.make(args[slot], op=op.name, module=self.attribution.module)
+    def _make_scalars(self, op: _Op, args: tuple[Any, ...]) -> None:
+        """Counts numbers that Python hands over among tensors; those of a gradient formula are tensors already."""
+        for slot in op.tensor_slots:
+            if slot < len(args) and isinstance(args[slot], (bool, int, float, complex)):
+                self._scalars.make(args[slot], op=op.name, module=self.attribution.module)
 
     def _meet(self, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Lets real tensors from outside meet traced ones: meta tensors stand in for them and are not counted."""

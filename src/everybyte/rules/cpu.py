@@ -6,8 +6,7 @@ meta kernel, and `FUNCTIONS` for composite functions that choose their path by d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Final
 
@@ -296,7 +295,13 @@ def _suggested_format(tensor: Any) -> torch.memory_format:
     return torch.contiguous_format
 
 
-@_rule(KERNELS, aten.mse_loss.default, aten.smooth_l1_loss.default)
+@_rule(KERNELS, aten.binary_cross_entropy.default)
+def binary_cross_entropy(input: Any, target: Any, weight: Any = None, reduction: int = 1) -> Any:
+    """As `reduced_loss`, with a weight."""
+    return reduced_loss(input, target, reduction)
+
+
+@_rule(KERNELS, aten.mse_loss.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default)
 def reduced_loss(input: Any, target: Any, reduction: int = 1, *rest: Any) -> Any:
     """The reduced loss sits in the storage that was made for the unreduced one (`ATen/native/Loss.cpp`)."""
     out = torch.empty(torch.broadcast_shapes(input.shape, target.shape), dtype=input.dtype, device="meta")
@@ -319,6 +324,16 @@ def embedding_bag(weight: Any, indices: Any, offsets: Any, *rest: Any, **options
 
 
 # -- composite on meta, a kernel on CPU --------------------------------------------------------------------------------
+
+
+@_rule(FUNCTIONS, F.one_hot)
+def one_hot(input: Any, num_classes: int = -1) -> Any:
+    """Checks the range, then scatters into zeros (`ATen/native/Onehot.cpp`); meta compares with a range of numbers."""
+    if num_classes <= 0 or input.numel() == 0:
+        return F.one_hot(input, num_classes)
+    torch.aminmax(input)
+    ones = torch.zeros(*input.shape, num_classes, dtype=torch.int64, device=input.device)
+    return ones.scatter_(-1, input.unsqueeze(-1), 1)
 
 
 class _Mish(torch.autograd.Function):
@@ -349,15 +364,19 @@ def max_pool1d(input: Any, *args: Any, **kwargs: Any) -> Any:
     return input.new_empty(shape)
 
 
-# -- paths that need a real device -------------------------------------------------------------------------------------
+# -- one kernel in evaluation ------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def in_force() -> Iterator[None]:
-    """Switches off, while the block lasts, the transformer layers' kernel for inference, which meta does not have."""
-    fastpath = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fastpath)
+@_rule(KERNELS, aten._native_multi_head_attention.default)
+def native_multi_head_attention(query: Any, key: Any, value: Any, embed_dim: int, num_head: int, *rest: Any) -> Any:
+    """[b, s, h] -> output and, if asked for, weights; all else is scratch (`ATen/native/transformers/attention.cpp`)."""
+    need_weights, average = [*rest[5:7], True, True][:2]
+    b, s, _ = query.shape
+    shape = (b, s, key.shape[1]) if average else (b, num_head, s, key.shape[1])
+    return query.new_empty(b, s, embed_dim), query.new_empty(shape) if need_weights else None
+
+
+@_rule(KERNELS, aten._transformer_encoder_layer_fwd.default)
+def transformer_encoder_layer(src: Any, *rest: Any) -> Any:
+    """A whole layer in one kernel; all else is scratch (`ATen/native/transformers/transformer.cpp`)."""
+    return torch.empty_like(src)

@@ -128,10 +128,10 @@ class Writes:
     """Decides which ops of a trace write where a real run writes."""
 
     def __init__(self) -> None:
-        self._node: Any = None
-        self._sums = 0  # how many sums the running node has made
+        self._node = -1  # number of the node that made the last sum; the node itself would be kept alive
+        self._sums = 0  # how many it has made
 
-    def takes_over(self, func: Any, args: tuple[Any, ...], node: Any, caller: Any) -> bool:
+    def takes_over(self, func: Any, args: tuple[Any, ...], node: Any, caller: Any, from_python: bool) -> bool:
         """Whether a real run would write this op's result into argument 0.
 
         Args:
@@ -139,14 +139,17 @@ class Writes:
             args: Its arguments.
             node: The backward node that is running, or None.
             caller: The function of torch's Python face that is running, or None.
+            from_python: Whether it was called since the node began (by a custom function, a hook, a recomputation).
         """
         if func is not ENGINE_SUM:
             in_place = node is not None and node.name() in IN_PLACE[func]
             return in_place and holders(args[0])[1] == unshared()[1]
         if node is None or caller in COMPOSITES:
             return caller in COMPOSITES and holders(args[0]) == unshared()
-        if node is not self._node:
-            self._node, self._sums = node, 0
+        if from_python:
+            return False
+        if node._sequence_nr() != self._node:
+            self._node, self._sums = node._sequence_nr(), 0
         self._sums += 1
         old, new = args[0], args[1]
         return (
