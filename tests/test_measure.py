@@ -69,6 +69,32 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(b, s, h))
 
 
+class Swish(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        context.save_for_backward(x)
+        return x * torch.sigmoid(x)
+
+    @staticmethod
+    def backward(context, gradient):
+        (x,) = context.saved_tensors
+        gate = torch.sigmoid(x)
+        return gradient * (gate + x * gate * (1 - gate))
+
+
+class ThenEvaluated(nn.Module):
+    """A layer that learns, and a module that is evaluated between forward and backward."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.learns, self.module = nn.Linear(8, 8), module
+
+    def forward(self, x):
+        y = self.learns(x)
+        with torch.no_grad():
+            return y + self.module.eval()(y)
+
+
 MODELS = {
     "contributions to one gradient are summed in place": (
         lambda: Apply(lambda f, x: f(torch.tanh(f(f(x).relu_()))) + f(x), nn.Linear(16, 16)),
@@ -137,6 +163,45 @@ MODELS = {
         lambda: Apply(lambda f, g, x: checkpoint(g, f(x), use_reentrant=True), nn.Linear(16, 16), nn.Linear(16, 16)),
         normal(8, 16),
     ),
+    "a GRU in both directions": (
+        lambda: Apply(lambda f, x: f(x)[0], nn.GRU(16, 24, 2, bidirectional=True, dropout=0.1)),
+        normal(4, 9, 16),
+    ),
+    "a plain RNN without biases": (
+        lambda: Apply(lambda f, x: f(x)[1], nn.RNN(16, 24, nonlinearity="relu", batch_first=True, bias=False)),
+        normal(4, 9, 16),
+    ),
+    "an LSTM with a projection, which oneDNN does not take": (
+        lambda: Apply(lambda f, x: f(x)[0], nn.LSTM(16, 24, proj_size=8)),
+        normal(4, 9, 16),
+    ),
+    "an LSTM without biases": (lambda: Apply(lambda f, x: f(x)[0], nn.LSTM(16, 24, bias=False)), normal(4, 9, 16)),
+    "batch norm over a transposed view lays its results out anew": (
+        lambda: Apply(
+            lambda f, norm, x: norm(f(x).transpose(1, 2)).transpose(1, 2), nn.Linear(6, 6), nn.BatchNorm1d(6)
+        ),
+        normal(4, 5, 6),
+    ),
+    "sums that a formula makes itself stay out of place": (
+        lambda: Apply(lambda f, x: torch.atan2(f(x), f(x) * 2) + sum(torch.var_mean(f(x), 0)), nn.Linear(6, 6)),
+        normal(4, 6),
+    ),
+    "sums that a custom function makes stay out of place": (
+        lambda: Apply(lambda f, x: Swish.apply(f(x)), nn.Linear(6, 6)),
+        normal(4, 6),
+    ),
+    "mish has one kernel for its gradient": (lambda: nn.Sequential(nn.Linear(6, 6), nn.Mish()), normal(4, 6)),
+    "one-hot scatters": (lambda: Apply(lambda f, x: f(F.one_hot(x, 6).float()), nn.Linear(6, 6)), np.arange(4)),
+    "a list as an index is a tensor": (lambda: Apply(lambda f, x: f(x)[:, [0, 1]], nn.Linear(6, 6)), normal(4, 6)),
+    "attention in evaluation is one kernel": (
+        lambda: ThenEvaluated(Apply(lambda f, x: f(x, x, x)[0], nn.MultiheadAttention(8, 2, batch_first=True))),
+        normal(3, 5, 8),
+    ),
+    "a transformer layer in evaluation is one kernel": (
+        lambda: ThenEvaluated(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)),
+        normal(3, 5, 8),
+    ),
+    "pooling in evaluation keeps no indices": (lambda: ThenEvaluated(nn.MaxPool1d(1)), normal(3, 5, 8)),
     "layer norm in half precision keeps half-precision statistics": (
         lambda: nn.Sequential(nn.Linear(16, 50), nn.LayerNorm(50), nn.Softmax(-1), nn.Dropout(0.1)).bfloat16(),
         torch.ones(8, 16, dtype=torch.bfloat16),
@@ -153,6 +218,10 @@ def test_traced_equals_measured(name):
 LOSSES = {
     "mse keeps the unreduced loss's storage": lambda y: F.mse_loss(y, torch.zeros(8, 50)),
     "smooth l1 keeps the unreduced loss's storage": lambda y: F.smooth_l1_loss(y, torch.zeros(8, 50)),
+    "binary cross entropy keeps the unreduced loss's storage": lambda y: F.binary_cross_entropy(
+        y.sigmoid(), torch.ones(8, 50)
+    ),
+    "soft margin keeps the unreduced loss's storage": lambda y: F.soft_margin_loss(y, torch.ones(8, 50)),
     "cross entropy": lambda y: F.cross_entropy(y, torch.arange(8)),
     "binary cross entropy works on its gradient in place": lambda y: F.binary_cross_entropy_with_logits(
         y, torch.zeros(8, 50)

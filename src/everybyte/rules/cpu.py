@@ -270,7 +270,7 @@ def native_layer_norm(input: Any, shape: Any, weight: Any, bias: Any, eps: float
 
 @_rule(KERNELS, aten.native_batch_norm.default)
 def native_batch_norm(input: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *rest: Any) -> Any:
-    """Statistics in training only, single precision if the weight's dtype differs: `ATen/native/Normalization.cpp`."""
+    """Statistics in training only, in single precision if the dtypes differ (`ATen/native/Normalization.cpp`)."""
     kept = input.shape[1] if training else 0
     mixed = any(t is not None and t.dtype != input.dtype for t in (weight, bias, mean, var))
     statistics = [input.new_empty(kept, dtype=torch.float32 if mixed else input.dtype) for _ in range(2)]
