@@ -92,7 +92,8 @@ class ThenEvaluated(nn.Module):
     def forward(self, x):
         y = self.learns(x)
         with torch.no_grad():
-            return y + self.module.eval()(y)
+            evaluated = self.module.eval()(y)
+        return y + evaluated
 
 
 MODELS = {

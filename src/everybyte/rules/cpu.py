@@ -369,7 +369,7 @@ def max_pool1d(input: Any, *args: Any, **kwargs: Any) -> Any:
 
 @_rule(KERNELS, aten._native_multi_head_attention.default)
 def native_multi_head_attention(query: Any, key: Any, value: Any, embed_dim: int, num_head: int, *rest: Any) -> Any:
-    """[b, s, h] -> output and, if asked for, weights; all else is scratch (`ATen/native/transformers/attention.cpp`)."""
+    """[b, s, h] -> output and weights, if asked for; all else is scratch: `ATen/native/transformers/attention.cpp`."""
     need_weights, average = [*rest[5:7], True, True][:2]
     b, s, _ = query.shape
     shape = (b, s, key.shape[1]) if average else (b, num_head, s, key.shape[1])
