@@ -20,34 +20,56 @@ class Scalars:
 
     def __init__(self, storages: Storages) -> None:
         self._storages = storages
-        self._pending: list[tuple[int, int, int]] = []  # graph node that may keep it, event, bytes
+        self._pending: list[tuple[int, str, int, int]] = []  # graph node that may keep it, op, event, bytes
+        self._inside: dict[int, list[int]] = {}  # node that keeps it out of sight -> events
+        self._running: int | None = None
 
-    def make(self, number: complex, **what: Any) -> None:
+    def make(self, number: complex, op: str, **what: Any) -> None:
         """Records the tensor that a number becomes (bool, int64, double: `c10/core/ScalarType.h`)."""
         nbytes = 1 if isinstance(number, bool) else 16 if isinstance(number, complex) else 8
-        event = self._storages.recorder.alloc(nbytes, shape="[]", **what)
-        self._pending.append((torch._C._autograd._get_sequence_nr() - 1, event, nbytes))
+        event = self._storages.recorder.alloc(nbytes, op=op, shape="[]", **what)
+        self._pending.append((torch._C._autograd._get_sequence_nr() - 1, op, event, nbytes))
 
     def settle(self, out: Any) -> None:
         """After the call: numbers that its graph has kept live on with it, the others are released."""
         if not self._pending:
             return
         pending, self._pending = self._pending, []
-        kept = _kept(out, {maker for maker, *_ in pending}) if torch.is_grad_enabled() else {}
-        for maker, event, nbytes in pending:
+        kept = _kept(out, {maker for maker, *_ in pending}) if torch.is_grad_enabled() else _Kept()
+        for maker, op, event, nbytes in pending:
             if kept.get(maker):
                 self._storages.follow(kept[maker].pop(), event, nbytes)
+            elif kept.copy_slices is not None and op in ("mul_", "div_"):
+                self._inside.setdefault(kept.copy_slices, []).append(event)
             else:
                 self._storages.recorder.free(event)
 
+    def at_node(self, node: Any) -> None:
+        """Notes which backward node is running. What it kept is released when it is done."""
+        if self._inside or self._running is not None:
+            number = node._sequence_nr() if node is not None else None
+            if self._running is not None and number != self._running:
+                for event in self._inside.pop(self._running, ()):
+                    self._storages.recorder.free(event)
+            self._running = number
 
-def _kept(out: Any, makers: set[int]) -> dict[int, list[torch.UntypedStorage]]:
-    """The 0-dimensional host tensors that graph nodes hold, by the nodes' sequence numbers."""
+
+class _Kept(dict[int, list[torch.UntypedStorage]]):
+    """The 0-dimensional host tensors that graph nodes hold, by the nodes' sequence numbers.
+
+    Attributes:
+        copy_slices: Number of the node that stands for a write into a view, if there is one: it hides the node of the op
+            that wrote, and what that one holds, until it has run.
+    """
+
+    copy_slices: int | None = None
+
+
+def _kept(out: Any, makers: set[int]) -> _Kept:
     first = min(makers)
     outputs = out if isinstance(out, (tuple, list)) else (out,)
     frontier = [o.grad_fn for o in outputs if isinstance(o, torch.Tensor) and o.grad_fn is not None]
-    kept: dict[int, list[torch.UntypedStorage]] = {}
-    seen = set()
+    kept, seen = _Kept(), set()
     while frontier:
         node = frontier.pop()
         number = node._sequence_nr()
@@ -55,6 +77,8 @@ def _kept(out: Any, makers: set[int]) -> dict[int, list[torch.UntypedStorage]]:
             continue
         seen.add(number)
         frontier += [parent for parent, _ in node.next_functions if parent is not None]
+        if node.name().endswith("CopySlices"):
+            kept.copy_slices = number
         if number in makers:
             for name in ("_saved_other", "_saved_self", "_saved_tensor1", "_saved_tensor2"):
                 saved = getattr(node, name, None)

@@ -24,7 +24,12 @@ if TYPE_CHECKING:
     from .trace import Trace
 
 _FROM_DATA: Final = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
-_READS: Final = frozenset({torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy})
+_READS: Final = {
+    torch.Tensor.item: torch.Tensor.item,
+    torch.Tensor.tolist: torch.Tensor.tolist,
+    torch.Tensor.numpy: torch.Tensor.numpy,
+    torch.Tensor.__array__: torch.Tensor.numpy,
+}
 _INDEXING: Final = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
 _SAYS: Final = {
     torch.Tensor.device.__get__: torch.device("cpu"),
@@ -62,7 +67,9 @@ class Surface(TorchFunctionMode):
         if func in _SAYS and args[0].is_meta:
             return _SAYS[func]
         if func in _READS and args[0].is_meta:
-            return self._run.read_out(func, args[0])
+            return self._run.read_out(_READS[func], args[0])
+        if func is torch.Tensor.__format__ and args[0].is_meta and args[0].dim() == 0:
+            return format(self._run.read_out(torch.Tensor.item, args[0]), args[1])
         if func is torch.Tensor.cpu:
             return args[0]
         if func is torch.Tensor.to:

@@ -129,8 +129,12 @@ class Trace(Run):
         _set_active(self)
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, exception: BaseException | None, where: Any) -> None:
         self._exit.close()
+        if exception is not None and self.conditional:
+            exception.add_note(
+                f"The trace took a branch on a value it does not know, at {', '.join(self.conditional)}."
+            )
         self._label_modules()
         self._timeline = self.timeline
         self._storages = Storages(forget=self._known.forget)  # what dies from here on is no event of this run
@@ -207,6 +211,7 @@ class Trace(Run):
             return args[0]
         op = _describe(func)
         self._note_phase(node)
+        self._scalars.at_node(node)
         if node is not None and node.name() in engine.NOT_REPRODUCED:
             self.not_covered.add(node.name())
         tensors = _tensors(args, kwargs)
