@@ -309,3 +309,15 @@ def test_a_failure_inside_is_the_user_s_own_and_the_next_measurement_works():
     with pytest.raises(ZeroDivisionError), eb.measure():
         raise ZeroDivisionError
     assert_equal(training(mlp, normal(4, 8)))
+
+
+def test_looking_keeps_no_module_alive():
+    def body(run):
+        for _ in run.steps(2):
+            layer = nn.Linear(100, 100)
+            layer(run.to_device(normal(1, 100)))
+            del layer
+
+    measured, traced = assert_equal(body)
+    assert measured.growth_per_step()["growth"].to_dict() == {0: 0, 1: 0}
+    assert measured.by("category")["nbytes"]["parameter"] == 4 * (100 * 100 + 100)

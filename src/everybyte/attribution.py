@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -49,19 +49,22 @@ class Attribution:
         self,
         on_module: Callable[[str | None], None] = lambda path: None,
         on_optimizer: Callable[[torch.optim.Optimizer, bool], None] = lambda optimizer, begins: None,
+        on_root: Callable[[nn.Module], None] = lambda module: None,
     ) -> None:
         """Args:
         on_module: Called with a path when a module's forward begins, with None when it ends.
         on_optimizer: Called with the optimizer and True before its step, False after it.
+        on_root: Called with a module when it is first called from outside any module.
         """
         self._on_module = on_module
         self._on_optimizer = on_optimizer
-        self._paths: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._stack: list[str] = []
         # Change points: from sequence number `_numbers[i]` on, nodes are made by module `_makers[i]`.
         self._numbers: list[int] = []
         self._makers: list[str] = []
-        self._roots: list[nn.Module] = []
+        self._on_root = on_root
+        self._roots: list[weakref.ref[nn.Module]] = []  # weak, so that looking keeps no module alive
         self.given: set[int] = set()
 
     @property
@@ -70,8 +73,8 @@ class Attribution:
 
     @property
     def roots(self) -> list[nn.Module]:
-        """The modules that were called from outside any module, in order of their first call."""
-        return list(self._roots)
+        """The modules that were called from outside any module and still live, in order of their first call."""
+        return [module for root in self._roots if (module := root()) is not None]
 
     def module_of_node(self, sequence_number: int) -> str:
         """The module whose forward made the node with this number."""
@@ -80,7 +83,7 @@ class Attribution:
 
     def owner(self, parameter: torch.Tensor) -> str:
         """The module a parameter belongs to."""
-        for root in self._roots:
+        for root in self.roots:
             for path, module in root.named_modules():
                 if any(parameter is own for own in module.parameters(recurse=False)):
                     return self._paths.get(module, path)
@@ -104,7 +107,8 @@ class Attribution:
     def _path(self, module: nn.Module) -> str:
         if module not in self._paths:
             if not self._stack:
-                self._roots.append(module)  # kept, so that its tensors can be labelled at the end
+                self._roots.append(weakref.ref(module))
+                self._on_root(module)
                 for name, child in module.named_modules():
                     self._paths.setdefault(child, name)
                 self._paths[module] = type(module).__name__

@@ -50,7 +50,7 @@ class Measurement(Run):
 
     def __init__(self, device: str) -> None:
         self.device = device
-        self._attribution = Attribution(on_module=self._on_module, on_optimizer=self._on_optimizer)
+        self._attribution = Attribution(self._on_module, self._on_optimizer, self._label_module)
         self._labels: list[dict[int, str]] = []  # at each label mark: address -> category
         self._steps_marked = 0
         self._timeline: Timeline | None = None
@@ -63,7 +63,8 @@ class Measurement(Run):
         return self
 
     def __exit__(self, exception: type[BaseException] | None, *rest: Any) -> None:
-        self._label_modules()
+        for root in self._attribution.roots:
+            self._label_module(root)
         self._exit.close()
         if exception is None:
             self._timeline = self._read()
@@ -97,12 +98,11 @@ class Measurement(Run):
                 labels.setdefault(_address(value), "optimizer state")
         self._leave_labels(labels)
 
-    def _label_modules(self) -> None:
-        for root in self._attribution.roots:
-            labels = _parameter_labels(list(root.parameters()))
-            for buffer in root.buffers():
-                labels.setdefault(_address(buffer), "buffer")
-            self._leave_labels(labels)
+    def _label_module(self, module: torch.nn.Module) -> None:
+        labels = _parameter_labels(list(module.parameters()))
+        for buffer in module.buffers():
+            labels.setdefault(_address(buffer), "buffer")
+        self._leave_labels(labels)
 
     def _leave_labels(self, labels: dict[int, str]) -> None:
         _mark("labels", len(self._labels))

@@ -58,7 +58,7 @@ class _Kept(dict[int, list[torch.UntypedStorage]]):
     """The 0-dimensional host tensors that graph nodes hold, by the nodes' sequence numbers.
 
     Attributes:
-        copy_slices: Number of the node that stands for a write into a view, if there is one: it hides the node of the op
+        copy_slices: Number of the node that stands for a write into a view, if any: it hides the node of the op
             that wrote, and what that one holds, until it has run.
     """
 

@@ -102,7 +102,7 @@ class Trace(Run):
 
     def __init__(self, rules: str) -> None:
         self.rules = rules
-        self.attribution = Attribution(on_optimizer=self._on_optimizer)
+        self.attribution = Attribution(on_optimizer=self._on_optimizer, on_root=self._label_module)
         self.unknown_reads: list[UnknownRead] = []
         self.conditional: list[str] = []
         self.not_covered: set[str] = set()
@@ -135,7 +135,9 @@ class Trace(Run):
             exception.add_note(
                 f"The trace took a branch on a value it does not know, at {', '.join(self.conditional)}."
             )
-        self._label_modules()
+        for root in self.attribution.roots:
+            self._label_module(root)
+        self._label_gradients()
         self._timeline = self.timeline
         self._storages = Storages(forget=self._known.forget)  # what dies from here on is no event of this run
 
@@ -323,13 +325,11 @@ class Trace(Run):
 
     # -- categories ----------------------------------------------------------------------------------------------------
 
-    def _label_modules(self) -> None:
-        for root in self.attribution.roots:
-            for parameter in root.parameters():
-                self._storages.label(parameter, "parameter")
-            for buffer in root.buffers():
-                self._storages.label(buffer, "buffer")
-        self._label_gradients()
+    def _label_module(self, module: torch.nn.Module) -> None:
+        for parameter in module.parameters():
+            self._storages.label(parameter, "parameter")
+        for buffer in module.buffers():
+            self._storages.label(buffer, "buffer")
 
     def _label_gradients(self) -> None:
         for root in self.attribution.roots:
