@@ -318,6 +318,6 @@ def test_looking_keeps_no_module_alive():
             layer(run.to_device(normal(1, 100)))
             del layer
 
-    measured, traced = assert_equal(body)
+    measured, _ = assert_equal(body)
     assert measured.growth_per_step()["growth"].to_dict() == {0: 0, 1: 0}
     assert measured.by("category")["nbytes"]["parameter"] == 4 * (100 * 100 + 100)
