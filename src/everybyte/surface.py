@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -19,9 +19,6 @@ from torch.utils._pytree import tree_leaves
 
 from .attribution import user_line
 from .kernels import META
-
-if TYPE_CHECKING:
-    from .trace import Trace
 
 _FROM_DATA: Final = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 _READS: Final = {
@@ -39,8 +36,24 @@ _SAYS: Final = {
 """What a traced tensor says of itself, so that code which looks goes the way it goes on the real device."""
 
 
+class Tracer(Protocol):
+    """What the surface needs of the trace under it."""
+
+    def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs a call by the path that the rules give."""
+
+    def adopt(self, real: torch.Tensor, op: str) -> torch.Tensor:
+        """A new traced tensor in the likeness of a real one."""
+
+    def count(self, tensor: torch.Tensor, op: str) -> int:
+        """Records a tensor that no op made."""
+
+    def read_out(self, function: Any, tensor: torch.Tensor) -> Any:
+        """A tensor's values, as `item`, `tolist` or `numpy` give them."""
+
+
 @contextmanager
-def shown_to(run: Trace) -> Iterator[None]:
+def shown_to(run: Tracer) -> Iterator[None]:
     """Puts the surface in place while the block lasts, and everything back as it was after it."""
     with ExitStack() as stack:
         for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
@@ -55,7 +68,7 @@ def shown_to(run: Trace) -> Iterator[None]:
 class Surface(TorchFunctionMode):
     """Sees each call of torch's Python face before autograd does."""
 
-    def __init__(self, run: Trace) -> None:
+    def __init__(self, run: Tracer) -> None:
         super().__init__()
         self._run = run
         self._factories = _device_constructors()
@@ -136,7 +149,7 @@ def _any_of_the_user_s_own(tensors: Any) -> bool:
     return _of_the_user_s_own(*tensors)
 
 
-def _counting(run: Trace, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _counting(run: Tracer, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def counting(*args: Any, **kwargs: Any) -> torch.Tensor:
         made = function(*args, **kwargs)
         run.count(made, function.__name__)
