@@ -223,6 +223,10 @@ LOSSES = {
         y.sigmoid(), torch.ones(8, 50)
     ),
     "soft margin keeps the unreduced loss's storage": lambda y: F.soft_margin_loss(y, torch.ones(8, 50)),
+    "binary cross entropy with a weight for positives, which has another shape": lambda y: (
+        F.binary_cross_entropy_with_logits(y, torch.zeros(8, 50), pos_weight=torch.ones(50))
+    ),
+    "mse of a transposed prediction has a contiguous gradient": lambda y: F.mse_loss(y.t(), torch.zeros(50, 8)),
     "cross entropy": lambda y: F.cross_entropy(y, torch.arange(8)),
     "binary cross entropy works on its gradient in place": lambda y: F.binary_cross_entropy_with_logits(
         y, torch.zeros(8, 50)
@@ -291,6 +295,20 @@ def test_backward_belongs_to_the_same_modules_traced_and_measured():
         for t in (measured, traced)
     ]
     assert sums[0].drop("", errors="ignore").to_dict() == sums[1].drop("", errors="ignore").to_dict()
+
+
+def test_measurements_do_not_nest():
+    with eb.measure(), pytest.raises(RuntimeError, match="do not nest"), eb.measure():
+        pass
+
+
+def test_measuring_breaks_nothing_that_runs_without_it():
+    table = nn.Embedding(20, 4, sparse=True)
+    with eb.measure():
+        nn.LazyLinear(3)(torch.ones(2, 4))
+        table(torch.arange(3)).sum().backward()
+        torch.func.grad(lambda x: nn.Linear(4, 1)(x).sum())(torch.ones(4))
+    assert table.weight.grad.is_sparse
 
 
 def test_what_lived_before_the_measurement_is_not_counted():

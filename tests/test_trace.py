@@ -1,3 +1,5 @@
+import copy
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -206,3 +208,77 @@ def test_code_that_asks_a_tensor_where_it_is_hears_the_device_whose_rules_hold()
         assert x.device.type == "cpu" and x.is_cpu and not x.is_meta
         assert (x + torch.arange(3, device=x.device)).shape == (3,)
         assert x.cpu() is x and x.to("cpu").shape == (3,)
+
+
+def test_a_loader_shuffles_as_it_really_does_and_its_batches_have_their_shapes():
+    data = torch.utils.data.TensorDataset(torch.arange(10), torch.ones(10, 3))
+    seen = []
+    with eb.trace() as run:
+        for index, x in torch.utils.data.DataLoader(data, batch_size=4, shuffle=True):
+            seen += index.tolist()
+            assert run.to_device(x).shape[1] == 3
+    assert sorted(seen) == list(range(10))
+    assert run.unknown_reads == []
+
+
+def test_a_model_made_outside_is_refused_at_the_user_s_line_with_the_way_out():
+    model = mlp()
+    with pytest.raises(ValueError, match=r"test_trace\.py:\d+: .*copy\.deepcopy"), eb.trace() as run:
+        model(run.to_device(np.ones((4, 8), "float32")))
+
+
+def test_a_copy_of_a_model_made_inside_is_traced():
+    model = mlp()
+    with eb.trace() as run:
+        copied = copy.deepcopy(model)
+        copied(run.to_device(np.ones((4, 8), "float32"))).sum().backward()
+    assert run.timeline.by("category", event=-1)["nbytes"]["parameter"] == 4 * (8 * 32 + 32 + 32 * 8 + 8)
+
+
+def test_layers_made_without_initialisation_are_traced():
+    with eb.trace() as run:
+        layer = nn.utils.skip_init(nn.Linear, 8, 8)
+        layer(run.to_device(np.ones((4, 8), "float32"))).sum().backward()
+    assert run.timeline.by("category", event=-1)["nbytes"]["parameter"] == 4 * (8 * 8 + 8)
+
+
+def test_a_tensor_of_losses_is_made_of_unknown_values():
+    with eb.trace() as run:
+        loss = mlp()(run.to_device(np.ones((4, 8), "float32"))).mean().detach()
+        both = torch.tensor([loss, loss])
+        assert both.shape == (2,)
+        both[0].item()
+    assert len(run.unknown_reads) == 3
+
+
+def test_autocast_is_not_reproduced_and_said_so():
+    with eb.trace() as run, torch.autocast("cpu", torch.bfloat16):
+        mlp()(run.to_device(np.ones((4, 8), "float32")))
+    assert run.not_covered == {"autocast"}
+    assert run.timeline.info["not_covered"] == ["autocast"]
+
+
+def test_an_op_without_a_shape_rule_is_refused_in_one_line():
+    with pytest.raises(NotImplementedError, match=r"test_trace\.py:\d+: .* cannot be traced"), eb.trace() as run:
+        torch.histogram(run.to_device(np.ones(5000, "float32")).exp(), 4)
+
+
+def test_a_compiled_model_is_refused():
+    with pytest.raises(NotImplementedError, match=r"torch\.compile is not covered"), eb.trace() as run:
+        torch.compile(mlp())(run.to_device(np.ones((4, 8), "float32")))
+
+
+def test_runs_are_used_once():
+    for make in (eb.trace, eb.measure):
+        run = make()
+        with run:
+            pass
+        with pytest.raises(RuntimeError, match="make a new one"), run:
+            pass
+
+
+def test_a_failure_after_a_branch_on_an_unknown_value_says_where_it_was_taken():
+    with pytest.raises(AssertionError) as caught, eb.trace() as run:
+        loss = mlp()(run.to_device(np.ones((4, 8), "float32"))).mean()
+        assert torch.isfinite(loss)
+    assert "does not know, at" in caught.value.__notes__[0]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -64,6 +65,7 @@ class Attribution:
         self._numbers: list[int] = []
         self._makers: list[str] = []
         self._on_root = on_root
+        self._thread = threading.get_ident()  # modules of other threads are not part of the run
         self._roots: list[weakref.ref[nn.Module]] = []  # weak, so that looking keeps no module alive
         self.given: set[int] = set()
 
@@ -117,19 +119,25 @@ class Attribution:
         return self._paths[module]
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        if isinstance(module, torch._dynamo.OptimizedModule):
+            raise NotImplementedError(
+                "torch.compile is not covered: its kernels allocate by a plan of their own; use the module uncompiled"
+            )
         path = self._path(module)
         if not self._stack:
-            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-            self.given |= {t.untyped_storage()._cdata for t in tensors if t.grad_fn is None}
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is None]
+            self.given |= {storage._cdata for t in tensors if (storage := storage_of(t)) is not None}
         self._stack.append(path)
         self._mark()
         self._on_module(path)
 
     def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._stack:
+        if self._stack and threading.get_ident() == self._thread:
             self._stack.pop()
-        self._mark()
-        self._on_module(None)
+            self._mark()
+            self._on_module(None)
 
     def _mark(self) -> None:
         number = _next_sequence_number()
@@ -138,6 +146,14 @@ class Attribution:
         else:
             self._numbers.append(number)
             self._makers.append(self.module)
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """A tensor's storage, or None if it has none of its own (sparse, lazy, wrapped by a function transform)."""
+    try:
+        return tensor.untyped_storage()
+    except (RuntimeError, ValueError, NotImplementedError):
+        return None
 
 
 def user_frame() -> tuple[str, int]:

@@ -59,7 +59,7 @@ class _Plan:
 
     def key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the call's result depends on, or None if it cannot be told."""
-        parts: list[Any] = [func, torch.is_grad_enabled()]
+        parts: list[Any] = [func, torch.is_grad_enabled(), torch.get_default_dtype()]
         numbers = self.numbers
         for i, arg in enumerate(args):
             if isinstance(arg, torch.Tensor):

@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_leaves
 
-from .attribution import Attribution
+from .attribution import Attribution, storage_of
 from .run import Run
 from .timeline import Recorder, Timeline
 
@@ -51,11 +51,16 @@ class Measurement(Run):
     def __init__(self, device: str) -> None:
         self.device = device
         self._attribution = Attribution(self._on_module, self._on_optimizer, self._label_module)
-        self._labels: list[dict[int, str]] = []  # at each label mark: address -> category
+        self._labels: list[dict[int | None, str]] = []  # at each label mark: address -> category
         self._steps_marked = 0
         self._timeline: Timeline | None = None
 
     def __enter__(self) -> Self:
+        if _running:
+            raise RuntimeError("a measurement is already running; measurements do not nest")
+        if self._timeline is not None:
+            raise RuntimeError("this measurement is over; make a new one with everybyte.measure(...)")
+        _running.append(self)
         os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)
         self._exit = ExitStack()
         self._profile = self._exit.enter_context(profile(activities=[ProfilerActivity.CPU], profile_memory=True))
@@ -63,9 +68,12 @@ class Measurement(Run):
         return self
 
     def __exit__(self, exception: type[BaseException] | None, *rest: Any) -> None:
-        for root in self._attribution.roots:
-            self._label_module(root)
-        self._exit.close()
+        try:
+            for root in self._attribution.roots:
+                self._label_module(root)
+        finally:
+            self._exit.close()
+            _running.clear()
         if exception is None:
             self._timeline = self._read()
         del self._profile
@@ -104,7 +112,7 @@ class Measurement(Run):
             labels.setdefault(_address(buffer), "buffer")
         self._leave_labels(labels)
 
-    def _leave_labels(self, labels: dict[int, str]) -> None:
+    def _leave_labels(self, labels: dict[int | None, str]) -> None:
         _mark("labels", len(self._labels))
         self._labels.append(labels)
 
@@ -127,7 +135,7 @@ class Measurement(Run):
 class _Reader:
     """Walks the profiler's tree of events, which is in order of time, and records the allocations in it."""
 
-    def __init__(self, attribution: Attribution, labels: list[dict[int, str]]) -> None:
+    def __init__(self, attribution: Attribution, labels: list[dict[int | None, str]]) -> None:
         self.recorder = Recorder()
         self._attribution = attribution
         self._labels = labels
@@ -213,11 +221,15 @@ def _mark(kind: str, text: object = "") -> None:
         pass
 
 
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+_running: Final[list[Measurement]] = []  # the one measurement whose block is running
 
 
-def _parameter_labels(parameters: list[torch.Tensor]) -> dict[int, str]:
+def _address(tensor: torch.Tensor) -> int | None:
+    storage = storage_of(tensor)
+    return storage.data_ptr() if storage is not None else None
+
+
+def _parameter_labels(parameters: list[torch.Tensor]) -> dict[int | None, str]:
     labels = {_address(p): "parameter" for p in parameters}
     return labels | {_address(p.grad): "gradient" for p in parameters if p.grad is not None}
 

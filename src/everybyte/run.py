@@ -69,6 +69,8 @@ class Run(ABC):
 def _host_tensor(data: Any) -> torch.Tensor:
     """Looks at data in host memory as a tensor, without a copy where that is possible."""
     if isinstance(data, torch.Tensor):
+        if data.layout is not torch.strided:
+            raise TypeError(f"to_device() takes dense tensors, not one of layout {data.layout}; call .to_dense() first")
         return data
     if hasattr(data, "to_numpy"):
         data = data.to_numpy()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .attribution import storage_of
 from .timeline import Recorder
 
 
@@ -77,6 +78,7 @@ class Storages:
 
     def label(self, tensor: torch.Tensor, category: str) -> None:
         """Says what the tensor's storage is for, if it is one of ours."""
-        tracked = self._tracked.get(tensor.untyped_storage()._cdata)
+        storage = storage_of(tensor)
+        tracked = self._tracked.get(storage._cdata) if storage is not None else None
         if tracked is not None:
             self.recorder.label(tracked.event, category)

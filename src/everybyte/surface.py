@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, Protocol
+from unittest import mock
 
 import numpy as np
 import torch
+import torch.utils.checkpoint as checkpoint
 from torch.nn import functional as F
+from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .attribution import user_line
 from .kernels import META
@@ -58,7 +61,12 @@ def shown_to(run: Tracer) -> Iterator[None]:
     with ExitStack() as stack:
         for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
             stack.enter_context(_replaced(F, name, _of_the_user_s_own))
-        stack.enter_context(_replaced(torch.overrides, "has_torch_function", _any_of_the_user_s_own))
+        for module in (torch.overrides, torch.autograd):
+            stack.enter_context(_replaced(module, "has_torch_function", _any_of_the_user_s_own))
+        for name in ("_has_foreach_support", "_device_has_foreach_support"):
+            stack.enter_context(_replaced(clip_grad, name, _as_on_host(getattr(clip_grad, name))))
+        # Checkpointing compares what it saved, seen from inside a call, with what it recomputed, seen from outside.
+        stack.enter_context(mock.patch.dict(checkpoint._allowed_determinism_checks_to_fns, default=_metadata))
         # The generator's state is a tensor that no op makes; checkpointing keeps one for each segment.
         stack.enter_context(_replaced(torch, "get_rng_state", _counting(run, torch.get_rng_state)))
         stack.enter_context(Surface(run))
@@ -85,8 +93,10 @@ class Surface(TorchFunctionMode):
             return format(self._run.read_out(torch.Tensor.item, args[0]), args[1])
         if func is torch.Tensor.cpu:
             return args[0]
-        if func is torch.Tensor.to:
-            args = tuple(META if _is_host(arg) else arg for arg in args)
+        if (
+            args and isinstance(args[0], torch.Tensor) and args[0].is_meta
+        ):  # to(), empty_like(), new_zeros() and the like
+            args = tuple(META if _is_device(arg) else arg for arg in args)
             kwargs = {name: META if _is_host(value) else value for name, value in kwargs.items()}
         if func in _INDEXING:
             args = (args[0], self._index(args[1]), *args[2:])
@@ -111,8 +121,13 @@ class Surface(TorchFunctionMode):
             )
         if func not in _FROM_DATA or (args and isinstance(args[0], torch.Tensor) and args[0].is_meta):
             return self._run.call(func, args, {**kwargs, "device": META})
+        if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves(args)):
+            numbers = tree_map_only(torch.Tensor, lambda t: self._run.read_out(torch.Tensor.item, t), args)
+            return self._run.call(torch.empty_like, (func(*numbers, **{**kwargs, "device": META}),), {})
         with torch._C._DisableTorchDispatch():
             real = func(*args, **{**kwargs, "device": "cpu"})
+        if func is not torch.tensor and real.data_ptr() == _memory_of(args[0]):
+            return real  # looks at the caller's own memory, as in a real run
         made = self._run.adopt(real, func.__name__)
         return made.requires_grad_() if real.requires_grad else made
 
@@ -128,6 +143,34 @@ def _backward(
     torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 
+def _is_device(value: Any) -> bool:
+    """Whether a positional argument names the host: a device, or text, which nothing else takes."""
+    return isinstance(value, (str, torch.device)) and _is_host(value)
+
+
+def _memory_of(data: Any) -> int:
+    """Address of an array's or tensor's memory, -1 for other data."""
+    if isinstance(data, np.ndarray):
+        return data.ctypes.data
+    return data.data_ptr() if isinstance(data, torch.Tensor) else -1
+
+
+def _as_on_host(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Asks a question about a device with the host's in place of meta."""
+
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        host = torch.device("cpu")
+        args = tuple(host if isinstance(arg, torch.device) and arg == META else arg for arg in args)
+        kwargs = {k: host if isinstance(v, torch.device) and v == META else v for k, v in kwargs.items()}
+        return function(*args, **kwargs)
+
+    return asked
+
+
+def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype
+
+
 def _is_host(device: Any) -> bool:
     if isinstance(device, str):
         return device.split(":")[0] == "cpu"
@@ -141,8 +184,13 @@ def _of_the_user_s_own(*tensors: Any) -> bool:
     whole and then run with the mode off; with this one the mode sees what they call.
     """
     kinds = {type(leaf) for leaf in tree_leaves(tensors)} - {torch.Tensor, torch.nn.Parameter}
-    plain = torch._C._disabled_torch_function_impl
-    return any(getattr(kind, "__torch_function__", plain) is not plain for kind in kinds)
+    return any(_overrides(kind) for kind in kinds)
+
+
+def _overrides(kind: type) -> bool:
+    own = getattr(kind, "__torch_function__", None)
+    plain = (torch._C._disabled_torch_function_impl, torch.Tensor.__torch_function__)
+    return own is not None and own not in plain and getattr(own, "__func__", own) is not plain[1].__func__
 
 
 def _any_of_the_user_s_own(tensors: Any) -> bool:

@@ -213,7 +213,10 @@ class Timeline:
                 raise
             raise ValueError(f"{path} is not a Parquet file") from None
         info = json.loads((table.schema.metadata or {}).get(b"everybyte", b"{}"))
-        return cls(table, info)
+        try:
+            return cls(table, info)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
 
     def __repr__(self) -> str:
         evidence = self.info.get("evidence", "a timeline")

@@ -97,7 +97,7 @@ class Trace(Run):
         attribution: Whose memory it is.
         unknown_reads: Every place where the code asked for a value that nobody knows (it got the type's zero).
         conditional: Lines at which such a value decided a branch: a real run may go the other way.
-        not_covered: Backward nodes that the run used and that allocate otherwise in a real run.
+        not_covered: Backward nodes and modes that the run used and that allocate otherwise in a real run.
     """
 
     def __init__(self, rules: str) -> None:
@@ -121,6 +121,8 @@ class Trace(Run):
     def __enter__(self) -> Self:
         if _active is not None:
             raise RuntimeError("a trace is already running; traces do not nest")
+        if self._timeline is not None:
+            raise RuntimeError("this trace is over; make a new one with everybyte.trace(...)")
         engine.unshared()
         self._exit = ExitStack()
         self._exit.callback(_set_active, None)
@@ -214,6 +216,8 @@ class Trace(Run):
         op = _describe(func)
         self._note_phase(node)
         self._scalars.at_node(node)
+        if torch.is_autocast_enabled("cpu"):
+            self.not_covered.add("autocast")
         if node is not None and node.name() in engine.NOT_REPRODUCED:
             self.not_covered.add(node.name())
         tensors = _tensors(args, kwargs)
@@ -225,17 +229,24 @@ class Trace(Run):
         real = self._known.follow(func, args, kwargs) if self._known.covers(tensors) else UNKNOWN
         try:
             out = self._kernels(func, args, kwargs)
-        except (RuntimeError, NotImplementedError):
-            if not op.data_dependent:
+        except (RuntimeError, NotImplementedError) as error:
+            if op.data_dependent:
+                out = self._by_value(func, args, real)
+            elif isinstance(error, NotImplementedError):
+                raise NotImplementedError(
+                    f"{user_line()}: {op.name} cannot be traced: PyTorch does not say what shape it returns on the meta "
+                    "device; leave it out of the traced block, or write it in other operations"
+                ) from None
+            else:
                 raise
-            out = self._by_value(func, args, real)
         if not op.aliases:
             for made in out if isinstance(out, (tuple, list)) else (out,):
                 if isinstance(made, torch.Tensor) and not self._storages.is_known(made):
                     self._storages.record(made, op=op.name, **self._whose(node))
         if op.mutates:
-            for tensor in tensors:
-                self._storages.record_growth(tensor, op=op.name, **self._whose(node))
+            for written in tree_leaves([args[i] for i in op.written if i < len(args)]):
+                if isinstance(written, torch.Tensor):
+                    self._storages.record_growth(written, op=op.name, **self._whose(node))
             if real is UNKNOWN:
                 for position in op.written:
                     self._known.forget_all(args[position : position + 1])
@@ -269,6 +280,12 @@ class Trace(Run):
         """Lets real tensors from outside meet traced ones: meta tensors stand in for them and are not counted."""
         if all(tensor.is_meta for tensor in tensors) or not any(tensor.is_meta for tensor in tensors):
             return args, kwargs
+
+        if torch.is_grad_enabled() and any(not t.is_meta and t.requires_grad and t.is_leaf for t in tensors):
+            raise ValueError(
+                f"{user_line()}: a tensor that learns was made outside the trace; build the model inside the with block, "
+                "or begin the block with model = copy.deepcopy(model)"
+            )
 
         def stand_in(tensor: torch.Tensor) -> torch.Tensor:
             return tensor if tensor.is_meta else self._likeness(tensor)
@@ -318,6 +335,10 @@ class Trace(Run):
             return tree_map_only(torch.Tensor, self._likeness, real)
         if func is _INDEX and (positions := self._known.positions(args[1])) is not None:
             return func(args[0], [at if at is None or at.is_meta else self._likeness(at) for at in positions])
+        if not any("Tensor" in str(returned.type) for returned in func._schema.returns):
+            self.unknown_reads.append(UnknownRead(user_line(), _describe(func).name))
+            self._decided(user_line())
+            return False
         raise DataDependentShape(
             f"{user_line()}: the result of {_describe(func).name} depends on values, which a trace has not; "
             "index with a small constant tensor, or use a form of fixed size (torch.where, a mask multiplied in)"

@@ -28,6 +28,10 @@ _UNINITIALISED: Final = frozenset(
 )
 
 
+_DRAWN: Final = frozenset({"randperm", "randint", "random_"})
+"""Whole numbers drawn at random are really drawn: samplers shuffle with them."""
+
+
 class DataDependentShape(RuntimeError):
     """The shape of a result depends on values, which a trace does not have."""
 
@@ -153,7 +157,12 @@ class KnownValues:
         Returns:
             The real result, or `UNKNOWN` if it does not follow from the arguments or is too large to keep.
         """
-        if torch.Tag.nondeterministic_seeded in func.tags or func._schema.name.split("::")[1] in _UNINITIALISED:
+        name = func._schema.name.split("::")[1]
+        dtype = kwargs.get("dtype")
+        integral = dtype is not None and not dtype.is_floating_point and not dtype.is_complex
+        if name in _UNINITIALISED and not integral:
+            return UNKNOWN
+        if torch.Tag.nondeterministic_seeded in func.tags and name not in _DRAWN:
             return UNKNOWN
         if _numel(args) > LIMIT:
             return UNKNOWN

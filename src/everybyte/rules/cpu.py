@@ -277,11 +277,24 @@ def native_batch_norm(input: Any, weight: Any, bias: Any, mean: Any, var: Any, t
     return torch.empty_like(input, memory_format=_suggested_format(input)), *statistics
 
 
+@_rule(KERNELS, aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default)
+def loss_backward(gradient: Any, input: Any, target: Any, *rest: Any) -> Any:
+    """Contiguous, whatever the prediction's layout (`ATen/native/Loss.cpp`)."""
+    return torch.empty(torch.broadcast_shapes(input.shape, target.shape), dtype=input.dtype, device="meta")
+
+
+@_rule(KERNELS, aten.native_layer_norm_backward.default)
+def native_layer_norm_backward(gradient: Any, input: Any, *rest: Any) -> Any:
+    """The input's gradient is contiguous, whatever the incoming one's layout (`ATen/native/layer_norm.cpp`)."""
+    return aten.native_layer_norm_backward.default(gradient.contiguous(), input.contiguous(), *rest)
+
+
 @_rule(KERNELS, aten.native_batch_norm_backward.default)
 def native_batch_norm_backward(gradient: Any, input: Any, *rest: Any) -> Any:
     """The input's gradient has a standard layout, whatever the input's own (`ATen/native/Normalization.cpp`)."""
     d_input, d_weight, d_bias = aten.native_batch_norm_backward.default(gradient, input, *rest)
-    if d_input is not None:
+    d_input = None
+    if rest[-1][0]:
         d_input = torch.empty_like(input, memory_format=_suggested_format(input))
     return d_input, d_weight, d_bias
 
@@ -304,8 +317,8 @@ def binary_cross_entropy(input: Any, target: Any, weight: Any = None, reduction:
 @_rule(KERNELS, aten.mse_loss.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default)
 def reduced_loss(input: Any, target: Any, reduction: int = 1, *rest: Any) -> Any:
     """The reduced loss sits in the storage that was made for the unreduced one (`ATen/native/Loss.cpp`)."""
-    out = torch.empty(torch.broadcast_shapes(input.shape, target.shape), dtype=input.dtype, device="meta")
-    return out if reduction == 0 else out.resize_(())
+    unreduced = input - target
+    return unreduced if reduction == 0 else torch.empty(unreduced.shape, dtype=input.dtype, device="meta").resize_(())
 
 
 @_rule(KERNELS, aten._embedding_bag.default)

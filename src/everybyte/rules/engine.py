@@ -112,6 +112,15 @@ NOT_REPRODUCED: Final = _nodes(
 """Nodes for which PyTorch takes another algorithm under a dispatch mode, not only another variant of the same op."""
 
 
+def _keeps_shape(args: tuple[Any, ...]) -> bool:
+    """Whether the result has argument 0's shape, so that it can be written there."""
+    others = [arg.shape for arg in args[1:] if isinstance(arg, torch.Tensor) and arg.dtype != torch.int64]
+    try:
+        return torch.broadcast_shapes(args[0].shape, *others) == args[0].shape
+    except RuntimeError:
+        return True  # sources and indices of scattering have shapes of their own
+
+
 WRITES: Final = frozenset({ENGINE_SUM, *IN_PLACE})
 
 
@@ -119,7 +128,6 @@ BODY_SUMS: Final = {
     **dict.fromkeys(_nodes("Atan2:0 Mvlgamma:0 SpecialI1E:0 SpecialLogNdtr:0 StdMean:0 VarMean:0 LinalgDet:0"), 1),
     **dict.fromkeys(_nodes("LinalgCholeskyEx:0 LinalgLu:0 LinalgLuFactorEx:0 TriangularSolve:0 CholeskySolve:0"), 1),
     **dict.fromkeys(_nodes("Logcumsumexp:0 LinalgPinv:0"), 2),
-    **dict.fromkeys(_nodes("NativeGroupNorm:0"), 3),
 }
 """Backward nodes whose formula itself sums tensors out of place, and how often: what follows is the engine's."""
 
@@ -143,7 +151,7 @@ class Writes:
         """
         if func is not ENGINE_SUM:
             in_place = node is not None and node.name() in IN_PLACE[func]
-            return in_place and holders(args[0])[1] == unshared()[1]
+            return in_place and holders(args[0])[1] == unshared()[1] and _keeps_shape(args)
         if node is None or caller in COMPOSITES:
             return caller in COMPOSITES and holders(args[0]) == unshared()
         if from_python:
