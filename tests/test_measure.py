@@ -339,3 +339,18 @@ def test_looking_keeps_no_module_alive():
     measured, _ = assert_equal(body)
     assert measured.growth_per_step()["growth"].to_dict() == {0: 0, 1: 0}
     assert measured.by("category")["nbytes"]["parameter"] == 4 * (100 * 100 + 100)
+
+
+def test_a_model_brought_in_costs_the_same_traced_and_measured():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    model.append(model[0])  # shared
+
+    def body(run):
+        own = run.to_device(model)
+        for _ in run.steps(1):
+            own(run.to_device(normal(4, 8))).sum().backward()
+
+    measured, _ = assert_equal(body)
+    at_end = measured.by("category", event=-1)["nbytes"]
+    assert at_end["parameter"] == 4 * (8 * 8 + 8 + 8 + 8)
+    assert at_end["buffer"] == 4 * (8 + 8) + 8

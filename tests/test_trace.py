@@ -1,5 +1,3 @@
-import copy
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -223,15 +221,17 @@ def test_a_loader_shuffles_as_it_really_does_and_its_batches_have_their_shapes()
 
 def test_a_model_made_outside_is_refused_at_the_user_s_line_with_the_way_out():
     model = mlp()
-    with pytest.raises(ValueError, match=r"test_trace\.py:\d+: .*copy\.deepcopy"), eb.trace() as run:
+    with pytest.raises(ValueError, match=r"test_trace\.py:\d+: .*run\.to_device"), eb.trace() as run:
         model(run.to_device(np.ones((4, 8), "float32")))
 
 
-def test_a_copy_of_a_model_made_inside_is_traced():
+def test_a_model_made_outside_is_brought_in_as_a_copy():
     model = mlp()
     with eb.trace() as run:
-        copied = copy.deepcopy(model)
+        copied = run.to_device(model)
         copied(run.to_device(np.ones((4, 8), "float32"))).sum().backward()
+    assert model[0].weight.grad is None
+    assert model[0].weight.device.type == "cpu" and not model[0].weight.is_meta
     assert run.timeline.by("category", event=-1)["nbytes"]["parameter"] == 4 * (8 * 32 + 32 + 32 * 8 + 8)
 
 

@@ -58,7 +58,7 @@ class _Plan:
         )
 
     def key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the call's result depends on, or None if it cannot be told."""
+        """What the call's result depends on, or None if it cannot be told or is not on the meta device."""
         parts: list[Any] = [func, torch.is_grad_enabled(), torch.get_default_dtype()]
         numbers = self.numbers
         for i, arg in enumerate(args):
@@ -81,12 +81,17 @@ class _Plan:
             hash(key)
         except TypeError:
             return None
-        return key
+        return None if _REAL in key else key
 
 
-def _sequence_key(items: Any) -> tuple[Any, ...]:
+_REAL: Final = "a real tensor"
+
+
+def _sequence_key(items: Any) -> Any:
+    if any(isinstance(item, torch.Tensor) and not item.is_meta for item in items):
+        return _REAL
     return tuple(
-        (item.shape, item.stride(), item.dtype, item.is_meta) if isinstance(item, torch.Tensor) else (type(item), item)
+        (item.shape, item.stride(), item.dtype) if isinstance(item, torch.Tensor) else (type(item), item)
         for item in items
     )
 

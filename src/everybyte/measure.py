@@ -93,9 +93,9 @@ class Measurement(Run):
     def _on_module(self, path: str | None) -> None:
         _mark("leave") if path is None else _mark("enter", path)
 
-    def _place(self, host: torch.Tensor) -> torch.Tensor:
+    def _place(self, host: torch.Tensor, category: str) -> torch.Tensor:
         placed = host.detach().clone()
-        self._leave_labels({placed.untyped_storage().data_ptr(): "input"})
+        self._leave_labels({placed.untyped_storage().data_ptr(): category})
         return placed
 
     def _on_optimizer(self, optimizer: torch.optim.Optimizer, begins: bool) -> None:

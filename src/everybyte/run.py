@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from .timeline import Timeline
 
@@ -19,7 +21,7 @@ class Run(ABC):
     def _begin_step(self, step: int, *, over: bool = False) -> None: ...
 
     @abstractmethod
-    def _place(self, host: torch.Tensor) -> torch.Tensor:
+    def _place(self, host: torch.Tensor, category: str) -> torch.Tensor:
         """A new tensor on the run's device, with the host tensor's shape, dtype and (where known) values."""
 
     @property
@@ -49,10 +51,12 @@ class Run(ABC):
         """Copies data from the host to the run's device, as a training loop does with a batch.
 
         Args:
-            data: A tensor, a NumPy array, a pandas frame or series, a number, or a tuple, list or dict of these.
+            data: A tensor, a NumPy array, a pandas frame or series, a number, or a tuple, list or dict of these; or a
+                module that was made outside the block.
 
         Returns:
-            New tensors in the same arrangement, counted as inputs.
+            New tensors in the same arrangement, counted as inputs; of a module a copy, its tensors counted as parameters
+            and buffers.
 
         Raises:
             TypeError: If something in `data` is none of these, or an array holds objects.
@@ -63,7 +67,18 @@ class Run(ABC):
             return type(data)(*(self.to_device(value) for value in data))
         if isinstance(data, (tuple, list)):
             return type(data)(self.to_device(value) for value in data)
-        return self._place(_host_tensor(data))
+        if isinstance(data, nn.Module):
+            return self._place_module(data)
+        return self._place(_host_tensor(data), "input")
+
+    def _place_module(self, module: nn.Module) -> nn.Module:
+        placed: dict[int, Any] = {}  # deepcopy takes these for the copies of the tensors
+        for parameter in module.parameters():
+            data = self._place(parameter.detach(), "parameter")
+            placed[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        for buffer in module.buffers():
+            placed[id(buffer)] = self._place(buffer, "buffer")
+        return copy.deepcopy(module, placed)
 
 
 def _host_tensor(data: Any) -> torch.Tensor:

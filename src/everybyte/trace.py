@@ -162,9 +162,9 @@ class Trace(Run):
         self._storages.recorder.begin_step(step, over=over)
         self._steps_marked = max(self._steps_marked, step)
 
-    def _place(self, host: torch.Tensor) -> torch.Tensor:
+    def _place(self, host: torch.Tensor, category: str) -> torch.Tensor:
         placed = self._likeness(host)
-        self._storages.recorder.label(self.count(placed, "to_device"), "input")
+        self._storages.recorder.label(self.count(placed, "to_device"), category)
         return placed
 
     # -- what the surface asks for -------------------------------------------------------------------------------------
@@ -234,8 +234,8 @@ class Trace(Run):
                 out = self._by_value(func, args, real)
             elif isinstance(error, NotImplementedError):
                 raise NotImplementedError(
-                    f"{user_line()}: {op.name} cannot be traced: PyTorch does not say what shape it returns on the meta "
-                    "device; leave it out of the traced block, or write it in other operations"
+                    f"{user_line()}: {op.name} cannot be traced: PyTorch does not say what shape it returns on the "
+                    "meta device; leave it out of the traced block, or write it in other operations"
                 ) from None
             else:
                 raise
@@ -283,8 +283,8 @@ class Trace(Run):
 
         if torch.is_grad_enabled() and any(not t.is_meta and t.requires_grad and t.is_leaf for t in tensors):
             raise ValueError(
-                f"{user_line()}: a tensor that learns was made outside the trace; build the model inside the with block, "
-                "or begin the block with model = copy.deepcopy(model)"
+                f"{user_line()}: a tensor that learns was made outside the trace; build the model inside the with "
+                "block, or bring it in with model = run.to_device(model)"
             )
 
         def stand_in(tensor: torch.Tensor) -> torch.Tensor:
