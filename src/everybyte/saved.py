@@ -20,8 +20,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from . import trace as tracing
 from .attribution import Attribution
+from .trace import active, trace
 
 COLUMNS: Final = ("nbytes", "shape", "dtype", "module", "op", "role", "operand", "why", "uses")
 
@@ -46,9 +46,9 @@ def saved(function: Callable[[], Any], rules: str | None = None) -> Saved:
     Raises:
         ValueError: If the output has no gradient graph, or `rules` names other rules than those of the running trace.
     """
-    running = tracing.active()
+    running = active()
     if rules is not None and running is None:
-        with tracing.trace(rules=rules):
+        with trace(rules=rules):
             return saved(function)
     if rules is not None and running is not None and rules != running.rules:
         raise ValueError(f"rules={rules!r} inside a trace by the rules {running.rules!r}; leave it out")
