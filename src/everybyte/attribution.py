@@ -67,6 +67,7 @@ class Attribution:
         self._on_root = on_root
         self._thread = threading.get_ident()  # modules of other threads are not part of the run
         self._roots: list[weakref.ref[nn.Module]] = []  # weak, so that looking keeps no module alive
+        self._held: list[nn.Module] | None = None
         self.given: set[int] = set()
 
     @property
@@ -90,6 +91,15 @@ class Attribution:
                 if any(parameter is own for own in module.parameters(recurse=False)):
                     return self._paths.get(module, path)
         return ""
+
+    @contextmanager
+    def holding(self) -> Iterator[list[nn.Module]]:
+        """Collects, and so keeps alive while the block lasts, the modules that are called from outside any module."""
+        self._held = []
+        try:
+            yield self._held
+        finally:
+            self._held = None
 
     @contextmanager
     def following(self) -> Iterator[Attribution]:
@@ -127,6 +137,8 @@ class Attribution:
             )
         path = self._path(module)
         if not self._stack:
+            if self._held is not None:
+                self._held.append(module)
             tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is None]
             self.given |= {storage._cdata for t in tensors if (storage := storage_of(t)) is not None}
         self._stack.append(path)

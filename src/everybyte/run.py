@@ -55,8 +55,8 @@ class Run(ABC):
                 module that was made outside the block.
 
         Returns:
-            New tensors in the same arrangement, counted as inputs; of a module a copy, its tensors counted as parameters
-            and buffers.
+            New tensors in the same arrangement, counted as inputs; of a module a copy, its tensors counted as
+            parameters and buffers.
 
         Raises:
             TypeError: If something in `data` is none of these, or an array holds objects.
