@@ -54,9 +54,10 @@ def saved(function: Callable[[], Any], rules: str | None = None) -> Saved:
         raise ValueError(f"rules={rules!r} inside a trace by the rules {running.rules!r}; leave it out")
     attribution = running.attribution if running is not None else Attribution()
     hidden = _InPlaceOnViews()
-    with attribution.following() if running is None else nullcontext(), hidden:
-        output = function()
-    return _collect(output, function, attribution, hidden)
+    with attribution.following() if running is None else nullcontext(), attribution.holding() as modules:
+        with hidden:
+            output = function()
+        return _collect(output, function, attribution, [*modules, *attribution.roots], hidden)
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,13 @@ class Saved:
 # -- the walk ----------------------------------------------------------------------------------------------------------
 
 
-def _collect(output: Any, function: Callable[[], Any], attribution: Attribution, hidden: _InPlaceOnViews) -> Saved:
+def _collect(
+    output: Any,
+    function: Callable[[], Any],
+    attribution: Attribution,
+    modules: list[torch.nn.Module],
+    hidden: _InPlaceOnViews,
+) -> Saved:
     outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     nodes = _graph([tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None])
     if not nodes:
@@ -125,7 +132,6 @@ def _collect(output: Any, function: Callable[[], Any], attribution: Attribution,
             "the output has no gradient graph: run with gradients enabled on something that requires a gradient, and "
             "return the output"
         )
-    modules = attribution.roots
     leaves = [node.variable for node in nodes if isinstance(node, _ACCUMULATE_GRAD)]
     parameters = {_storage(leaf) for leaf in leaves if isinstance(leaf, torch.nn.Parameter)}
     parameters |= {_storage(parameter) for module in modules for parameter in module.parameters()}
