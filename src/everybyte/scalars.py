@@ -16,9 +16,14 @@ _ACCUMULATE_GRAD = torch._C._functions.AccumulateGrad
 
 
 class Scalars:
-    """Numbers handed to ops of tensors in the call that is running."""
+    """Numbers handed to ops of tensors in the call that is running.
+
+    Attributes:
+        graph_stays: Whether the backward pass that is running leaves its graph for another one.
+    """
 
     def __init__(self, storages: Storages) -> None:
+        self.graph_stays = False
         self._storages = storages
         self._pending: list[tuple[int, str, int, int]] = []  # graph node that may keep it, op, event, bytes
         self._inside: dict[int, list[int]] = {}  # node that keeps it out of sight -> events
@@ -48,7 +53,7 @@ class Scalars:
         """Notes which backward node is running. What it kept is released when it is done."""
         if self._inside or self._running is not None:
             number = node._sequence_nr() if node is not None else None
-            if self._running is not None and number != self._running:
+            if self._running is not None and number != self._running and not self.graph_stays:
                 for event in self._inside.pop(self._running, ()):
                     self._storages.recorder.free(event)
             self._running = number

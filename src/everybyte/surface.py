@@ -45,6 +45,9 @@ class Tracer(Protocol):
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a call by the path that the rules give."""
 
+    def backward(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """`Tensor.backward`."""
+
     def adopt(self, real: torch.Tensor, op: str) -> torch.Tensor:
         """A new traced tensor in the likeness of a real one."""
 
@@ -102,7 +105,7 @@ class Surface(TorchFunctionMode):
             args = (args[0], self._index(args[1]), *args[2:])
         if func is torch.Tensor.backward:
             with self:  # what Python runs inside (checkpointing, custom functions) is seen as well
-                return _backward(*args, **kwargs)
+                return self._run.backward(*args, **kwargs)
         return self._run.call(func, args, kwargs)
 
     def _index(self, index: Any) -> Any:
@@ -130,17 +133,6 @@ class Surface(TorchFunctionMode):
             return real  # looks at the caller's own memory, as in a real run
         made = self._run.adopt(real, func.__name__)
         return made.requires_grad_() if real.requires_grad else made
-
-
-def _backward(
-    tensor: torch.Tensor,
-    gradient: torch.Tensor | None = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    inputs: Any = None,
-) -> None:
-    """`Tensor.backward` without its own check for function modes."""
-    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 def _is_device(value: Any) -> bool:

@@ -179,6 +179,18 @@ class Trace(Run):
         self._scalars.settle(out)
         return out
 
+    def backward(
+        self,
+        tensor: torch.Tensor,
+        gradient: torch.Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """`Tensor.backward`, without its own check for function modes."""
+        self._scalars.graph_stays = create_graph if retain_graph is None else retain_graph
+        torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+
     def adopt(self, real: torch.Tensor, op: str) -> torch.Tensor:
         """A new traced tensor in the likeness of a real one, its value remembered if it is small."""
         made = self._likeness(real)

@@ -372,6 +372,7 @@ def max_pool1d(input: Any, *args: Any, **kwargs: Any) -> Any:
     """Pooling without indices where no gradient needs them (`ATen/native/Pooling.cpp`, `max_pool1d`)."""
     if torch.is_grad_enabled() and input.requires_grad:
         return torch.max_pool1d(input, *args, **kwargs)
+    input = input.contiguous()
     with torch._C._DisableTorchDispatch():
         shape = torch.max_pool1d(input, *args, **kwargs).shape
     return input.new_empty(shape)
