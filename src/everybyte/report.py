@@ -92,6 +92,7 @@ def life(timeline: Timeline, ax: Axes | None = None, *, start: int | None = None
         linewidth=0,
     )
     ax.axvline(timeline.peak, color="0.5", linewidth=0.8, linestyle=":")
+    ax.plot(timeline.peak, timeline.peak_bytes / unit, marker="v", color="0.3")  # it may last for one event only
     ax.annotate(
         f"peak {timeline.peak_bytes / unit:,.3f} {name}",
         (timeline.peak, timeline.peak_bytes / unit),
