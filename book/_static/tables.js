@@ -30,8 +30,10 @@ document.addEventListener("DOMContentLoaded", () => {
     for (let column = 0; column < columns; column++) {
       const cells = rows.map((row) => fromRight(row, column));
       const title = fromRight(table.tHead.rows[0], column)?.textContent ?? "";
-      if (/\bn?bytes\b/i.test(title)) {
-        for (const cell of cells) if (cell) cell.textContent = cell.textContent.replace(/\B(?=(\d{3})+$)/g, ",");
+      if (/\b(n?bytes|claimed|computed|traced|measured|recorded|difference|growth)\b/i.test(title)) {
+        for (const cell of cells.filter((cell) => cell && /^[-−]?\d+$/.test(cell.textContent.trim()))) {
+          cell.textContent = cell.textContent.replace(/\B(?=(\d{3})+\s*$)/g, ",");
+        }
       }
       if (cells.every((cell) => !cell || numeric.test(cell.textContent.trim()))) continue;
       const kinds = cells.some((cell) => cell?.textContent.trim().length > 24) ? ["text", "prose"] : ["text"];
