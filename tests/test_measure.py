@@ -311,6 +311,31 @@ def test_measuring_breaks_nothing_that_runs_without_it():
     assert table.weight.grad.is_sparse
 
 
+def test_results_written_into_a_tensor_given_for_them_grow_it():
+    def body(run):
+        x = run.to_device(normal(6, 8))
+        for _ in run.steps(1):
+            out = torch.empty(0)
+            torch.mul(x, x, out=out)
+
+    assert_equal(body)
+
+
+def test_a_graph_that_stays_is_walked_twice_alike():
+    def body(run):
+        layer = nn.Linear(6, 6)
+        for _ in run.steps(2):
+            y = layer(run.to_device(normal(5, 6)))
+            z = torch.atan2(y, y * 2)
+            z.select(1, 0).mul_(2)
+            loss = z.sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+            layer.zero_grad()
+
+    assert_equal(body)
+
+
 def test_what_lived_before_the_measurement_is_not_counted():
     before = torch.ones(1000)
     with eb.measure() as run:

@@ -122,6 +122,9 @@ class Surface(TorchFunctionMode):
             raise ValueError(
                 f"{user_line()}: device={str(device)!r} in a trace by CPU rules; use 'cpu', or trace by other rules"
             )
+        if device is not None and torch.device(device) == META:  # asked for by the user: takes no memory in a real run
+            with torch._C._DisableTorchDispatch():
+                return func(*args, **kwargs)
         if func not in _FROM_DATA or (args and isinstance(args[0], torch.Tensor) and args[0].is_meta):
             return self._run.call(func, args, {**kwargs, "device": META})
         if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves(args)):

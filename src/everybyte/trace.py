@@ -70,7 +70,7 @@ class _Op:
     name: str  # without namespace and overload
     aliases: bool  # every output is a view of, or is, an argument: no storage can be new
     mutates: bool
-    written: tuple[int, ...]  # positions of the arguments that are written
+    written: tuple[tuple[int, str], ...]  # positions and names of the arguments that are written
     tensor_slots: tuple[int, ...]  # positions of the arguments that are tensors even where a number was given
     data_dependent: bool  # the result's shape, or the result itself if it is no tensor, depends on values
 
@@ -83,7 +83,7 @@ def _describe(func: Any) -> _Op:
         name=schema.name.split("::")[1],
         aliases=bool(schema.returns) and all(returned.alias_info is not None for returned in schema.returns),
         mutates=schema.is_mutable,
-        written=tuple(i for i, arg in arguments if arg.alias_info is not None and arg.alias_info.is_write),
+        written=tuple((i, arg.name) for i, arg in arguments if arg.alias_info is not None and arg.alias_info.is_write),
         tensor_slots=tuple(i for i, arg in arguments if str(arg.type) == "Tensor"),
         data_dependent=torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags,
     )
@@ -221,6 +221,7 @@ class Trace(Run):
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Lets one op run on the meta device and records the storages it makes."""
         node = _current_node()
+        self._writes.at_node(node)
         caller, caller_node = self._calls[-1] if self._calls else (None, None)
         from_python = caller is not None and caller_node == node
         if func in engine.WRITES and self._writes.takes_over(func, args, node, caller, from_python):
@@ -256,12 +257,12 @@ class Trace(Run):
                 if isinstance(made, torch.Tensor) and not self._storages.is_known(made):
                     self._storages.record(made, op=op.name, **self._whose(node))
         if op.mutates:
-            for written in tree_leaves([args[i] for i in op.written if i < len(args)]):
-                if isinstance(written, torch.Tensor):
-                    self._storages.record_growth(written, op=op.name, **self._whose(node))
+            written = tree_leaves([args[i] if i < len(args) else kwargs.get(name) for i, name in op.written])
+            for tensor in written:
+                if isinstance(tensor, torch.Tensor):
+                    self._storages.record_growth(tensor, op=op.name, **self._whose(node))
             if real is UNKNOWN:
-                for position in op.written:
-                    self._known.forget_all(args[position : position + 1])
+                self._known.forget_all(written)
         elif real is not UNKNOWN:
             self._remember(out, real)
         return out
@@ -352,7 +353,7 @@ class Trace(Run):
             self._decided(user_line())
             return False
         raise DataDependentShape(
-            f"{user_line()}: the result of {_describe(func).name} depends on values, which a trace has not; "
+            f"{user_line()}: the result of {_describe(func).name} depends on values, which a trace does not have; "
             "index with a small constant tensor, or use a form of fixed size (torch.where, a mask multiplied in)"
         ) from None
 

@@ -136,8 +136,14 @@ class Writes:
     """Decides which ops of a trace write where a real run writes."""
 
     def __init__(self) -> None:
-        self._node = -1  # number of the node that made the last sum; the node itself would be kept alive
-        self._sums = 0  # how many it has made
+        self._node = -1  # number of the node that runs; the node itself would be kept alive
+        self._sums = 0  # how many sums it has made
+
+    def at_node(self, node: Any) -> None:
+        """Notes which backward node is running, None outside any."""
+        number = -1 if node is None else node._sequence_nr()
+        if number != self._node:
+            self._node, self._sums = number, 0
 
     def takes_over(self, func: Any, args: tuple[Any, ...], node: Any, caller: Any, from_python: bool) -> bool:
         """Whether a real run would write this op's result into argument 0.
@@ -156,8 +162,6 @@ class Writes:
             return caller in COMPOSITES and holders(args[0]) == unshared()
         if from_python:
             return False
-        if node._sequence_nr() != self._node:
-            self._node, self._sums = node._sequence_nr(), 0
         self._sums += 1
         old, new = args[0], args[1]
         return (
