@@ -61,20 +61,18 @@ class Storages:
 
         self._tracked[address] = _Tracked(event, nbytes, weakref.ref(storage, die))
 
-    def record_growth(self, tensor: torch.Tensor, **what: Any) -> None:
-        """Records what an op that wrote into a tensor did to its storage (`resize_`, `out=`).
-
-        A storage of another size is a new one, made before the old one is released (`ATen/native/Resize.h`).
-        """
+    def has_grown(self, tensor: torch.Tensor) -> bool:
+        """Whether an op that wrote into a tensor gave its storage another size (`resize_`, `out=`)."""
         storage = tensor.untyped_storage()
         tracked = self._tracked.get(storage._cdata)
-        if tracked is None:
-            if storage.nbytes():
-                self.record(tensor, **what)
-        elif tracked.nbytes != storage.nbytes():
-            del self._tracked[storage._cdata]
-            self.record(tensor, **what)
-            self.recorder.free(tracked.event)
+        return storage.nbytes() != (tracked.nbytes if tracked is not None else 0)
+
+    def record_growth(self, tensor: torch.Tensor, **what: Any) -> None:
+        """Records that a storage has grown: a new one, made before the old one is released (`ATen/native/Resize.h`)."""
+        before = self._tracked.pop(tensor.untyped_storage()._cdata, None)
+        self.record(tensor, **what)
+        if before is not None:
+            self.recorder.free(before.event)
 
     def label(self, tensor: torch.Tensor, category: str) -> None:
         """Says what the tensor's storage is for, if it is one of ours."""

@@ -257,12 +257,11 @@ class Trace(Run):
                 if isinstance(made, torch.Tensor) and not self._storages.is_known(made):
                     self._storages.record(made, op=op.name, **self._whose(node))
         if op.mutates:
-            written = tree_leaves([args[i] if i < len(args) else kwargs.get(name) for i, name in op.written])
-            for tensor in written:
-                if isinstance(tensor, torch.Tensor):
-                    self._storages.record_growth(tensor, op=op.name, **self._whose(node))
-            if real is UNKNOWN:
-                self._known.forget_all(written)
+            for written in _tensors([args[i] if i < len(args) else kwargs.get(name) for i, name in op.written], {}):
+                if self._storages.has_grown(written):
+                    self._storages.record_growth(written, op=op.name, **self._whose(node))
+                if real is UNKNOWN:
+                    self._known.forget(written.untyped_storage()._cdata)
         elif real is not UNKNOWN:
             self._remember(out, real)
         return out
@@ -391,7 +390,8 @@ class _Ops(TorchDispatchMode):
         self._run = run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._run.on_op(func, args, kwargs or {})
+        with torch._C.DisableTorchFunction():  # inside, a traced tensor is a meta tensor and says so
+            return self._run.on_op(func, args, kwargs or {})
 
 
 _active: Trace | None = None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 LIMIT: Final = 4096
 """Storages of at most this many bytes keep their values."""
@@ -102,12 +102,6 @@ class KnownValues:
     def forget(self, storage: int) -> None:
         """Drops the value of a storage that has died or been written with something unknown."""
         self._twins.pop(storage, None)
-
-    def forget_all(self, written: Any) -> None:
-        """Drops the values of tensors that were written with something unknown."""
-        for tensor in tree_leaves(written):
-            if isinstance(tensor, torch.Tensor):
-                self.forget(tensor.untyped_storage()._cdata)
 
     def remember(self, traced: torch.Tensor, real: torch.Tensor) -> None:
         """Says what a traced storage holds, if it is small and arranged as the real one."""
