@@ -30,7 +30,6 @@ _READS: Final = {
     torch.Tensor.numpy: torch.Tensor.numpy,
     torch.Tensor.__array__: torch.Tensor.numpy,
 }
-_INDEXING: Final = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
 _SAYS: Final = {
     torch.Tensor.device.__get__: torch.device("cpu"),
     torch.Tensor.is_cpu.__get__: True,
@@ -82,31 +81,50 @@ class Surface(TorchFunctionMode):
     def __init__(self, run: Tracer) -> None:
         super().__init__()
         self._run = run
-        self._factories = _device_constructors()
+        tensor = torch.Tensor
+        self._special: dict[Any, Callable[[Any, Any, dict[str, Any]], Any]] = {
+            **dict.fromkeys(_device_constructors(), self._make),
+            **dict.fromkeys(_SAYS, self._say),
+            **dict.fromkeys(_READS, self._read),
+            **dict.fromkeys((tensor.__getitem__, tensor.__setitem__), self._take_index),
+            tensor.__format__: self._format,
+            tensor.backward: self._backward,
+            tensor.to: self._to,
+            tensor.cpu: lambda func, args, kwargs: args[0],
+        }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in self._factories:
-            return self._make(func, args, kwargs)
-        if func in _SAYS and args[0].is_meta:
-            return _SAYS[func]
-        if func in _READS and args[0].is_meta:
-            return self._run.read_out(_READS[func], args[0])
-        if func is torch.Tensor.__format__ and args[0].is_meta and args[0].dim() == 0:
-            return format(self._run.read_out(torch.Tensor.item, args[0]), args[1])
-        if func is torch.Tensor.cpu:
-            return args[0]
-        if (
-            args and isinstance(args[0], torch.Tensor) and args[0].is_meta
-        ):  # to(), empty_like(), new_zeros() and the like
-            args = tuple(META if _is_device(arg) else arg for arg in args)
-            kwargs = {name: META if _is_host(value) else value for name, value in kwargs.items()}
-        if func in _INDEXING:
-            args = (args[0], self._index(args[1]), *args[2:])
-        if func is torch.Tensor.backward:
-            with self:  # what Python runs inside (checkpointing, custom functions) is seen as well
-                return self._run.backward(*args, **kwargs)
+        special = self._special.get(func)
+        if special is not None:
+            return special(func, args, kwargs)
+        if "device" in kwargs and _is_host(kwargs["device"]) and _is_traced(args):  # empty_like(), new_zeros(), ...
+            kwargs = {**kwargs, "device": META}
         return self._run.call(func, args, kwargs)
+
+    def _say(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return _SAYS[func] if _is_traced(args) else func(*args, **kwargs)
+
+    def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return self._run.read_out(_READS[func], args[0]) if _is_traced(args) else func(*args, **kwargs)
+
+    def _format(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if _is_traced(args) and args[0].dim() == 0:
+            return format(self._run.read_out(torch.Tensor.item, args[0]), args[1])
+        return func(*args, **kwargs)
+
+    def _to(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if _is_traced(args):
+            args = tuple(META if _is_host(arg) else arg for arg in args)
+            kwargs = {name: META if _is_host(value) else value for name, value in kwargs.items()}
+        return self._run.call(func, args, kwargs)
+
+    def _backward(self, func: Any, args: Any, kwargs: Any) -> Any:
+        with self:  # what Python runs inside (checkpointing, custom functions) is seen as well
+            return self._run.backward(*args, **kwargs)
+
+    def _take_index(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return self._run.call(func, (args[0], self._index(args[1]), *args[2:]), kwargs)
 
     def _index(self, index: Any) -> Any:
         """Lists and arrays in an index become tensors, as they do in a real run, which then counts."""
@@ -138,9 +156,8 @@ class Surface(TorchFunctionMode):
         return made.requires_grad_() if real.requires_grad else made
 
 
-def _is_device(value: Any) -> bool:
-    """Whether a positional argument names the host: a device, or text, which nothing else takes."""
-    return isinstance(value, (str, torch.device)) and _is_host(value)
+def _is_traced(args: Any) -> bool:
+    return bool(args) and isinstance(args[0], torch.Tensor) and args[0].is_meta
 
 
 def _memory_of(data: Any) -> int:
