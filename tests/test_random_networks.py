@@ -484,7 +484,7 @@ _step(
     _assign(lambda fresh, a, b: fresh[:, :1].add_(b[:, :1])),
     _assign(lambda fresh, a, b: fresh.select(1, 0).mul_(2)),
     _assign(lambda fresh, a, b: fresh.transpose(0, 1).add_(1)),
-    _assign(lambda fresh, a, b: fresh.view(-1).relu_()),
+    _assign(lambda fresh, a, b: fresh.unsqueeze(0).relu_()),
     _assign(lambda fresh, a, b: fresh.narrow(-1, 0, 2).zero_()),
 )
 _step(
