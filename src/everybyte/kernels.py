@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch.utils._pytree import tree_leaves
 
-from .rules import cpu
+from .rules import cpu, layout
 
 META: Final = torch.device("meta")
 _TENSOR_RETURNS: Final = frozenset({"Tensor", "List[Tensor]"})
@@ -51,7 +51,7 @@ class _Plan:
     """How calls of one op are told apart."""
 
     def __init__(self, func: Any) -> None:
-        self.kernel: Callable[..., Any] = cpu.KERNELS.get(func, func)
+        self.kernel: Callable[..., Any] = cpu.KERNELS.get(func) or layout.as_iterated(func)
         # A number's value changes what is computed, never a shape: only its type tells calls apart.
         self.numbers = frozenset(
             i for i, arg in enumerate(func._schema.arguments) if str(arg.type) in ("Tensor", "number", "float")

@@ -2,4 +2,5 @@
 
 engine  what the tracer's own presence changes in autograd, undone
 cpu     what CPU kernels return and keep
+    layout  how the results of pointwise kernels lie in memory
 """

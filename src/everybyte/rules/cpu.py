@@ -14,6 +14,8 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
+from .layout import iterated_strides
+
 aten: Final = torch.ops.aten
 Function = Callable[..., Any]
 
@@ -283,6 +285,24 @@ def loss_backward(gradient: Any, input: Any, target: Any, *rest: Any) -> Any:
     return torch.empty(torch.broadcast_shapes(input.shape, target.shape), dtype=input.dtype, device="meta")
 
 
+@_rule(KERNELS, aten.binary_cross_entropy_backward.default)
+def binary_cross_entropy_backward(gradient: Any, input: Any, *rest: Any) -> Any:
+    """Laid out as the prediction (`ATen/native/Loss.cpp`)."""
+    return torch.empty_like(input)
+
+
+@_rule(KERNELS, aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
+def softmax_backward(gradient: Any, output: Any, dim: int, dtype: torch.dtype) -> Any:
+    """Contiguous, whatever the incoming gradient's layout (`ATen/native/SoftMax.cpp`)."""
+    return torch.empty(output.shape, dtype=dtype, device="meta")
+
+
+@_rule(KERNELS, aten.pow.Scalar)
+def power_of_a_number(base: Any, exponent: Any) -> Any:
+    """Contiguous, whatever the exponent's layout (`ATen/native/Pow.cpp`)."""
+    return aten.pow.Scalar(base, exponent).contiguous()
+
+
 @_rule(KERNELS, aten.native_layer_norm_backward.default)
 def native_layer_norm_backward(gradient: Any, input: Any, *rest: Any) -> Any:
     """The input's gradient is contiguous, whatever the incoming one's layout (`ATen/native/layer_norm.cpp`)."""
@@ -358,7 +378,7 @@ class _Mish(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: Any) -> Any:
         (input,) = context.saved_tensors
-        return torch.empty_like(input)
+        return input.new_empty_strided(input.shape, iterated_strides(input.shape, (gradient, input)))
 
 
 @_rule(FUNCTIONS, torch._C._nn.mish)
