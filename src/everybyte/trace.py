@@ -228,7 +228,6 @@ class Trace(Run):
             return args[0]
         op = _describe(func)
         self._note_phase(node)
-        self._scalars.at_node(node)
         if torch.is_autocast_enabled("cpu"):
             self.not_covered.add("autocast")
         if node is not None and node.name() in engine.NOT_REPRODUCED:
@@ -277,6 +276,7 @@ class Trace(Run):
         return {"module": module, "line": user_line()}
 
     def _note_phase(self, node: Any) -> None:
+        self._scalars.at_node(node)
         recorder = self._storages.recorder
         if node is None and recorder.phase == "backward":
             self._label_gradients()

@@ -33,6 +33,7 @@ _NOT_ITERATED: Final = frozenset(
 """Ops that are tagged as pointwise and lay out their result in another way."""
 
 _ORDER: Final = {
+    aten.leaky_relu_backward.default: (1, 0),
     aten.threshold_backward.default: (1, 0),
     aten.rsub.Tensor: (1, 0),
     aten._prelu_kernel_backward.default: (1, 2, 0),
