@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,12 @@ from everybyte.models.tft import TFT, TFTConfig, quantile_loss
 STORED = Path(__file__).parent.parent / "notebooks" / "data"
 TINY = TFTConfig(hidden=4, heads=2, stack_layers=1, dropout=0.1)
 QUICK = training.Recipe(epochs=3, batch_size=8, stride=8, learning_rate=1e-2)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def single() -> Iterator[None]:
+    with training.one_thread():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +110,16 @@ def test_trivial_forecast_is_the_empirical_quantiles_of_the_training_part(split)
     assert training.trivial_loss(split.train, split.validation, TINY.quantiles) == pytest.approx(total, rel=1e-5)
 
 
+def test_training_starts_from_the_trivial_forecast_itself(split):
+    model = TFT(TINY)
+    training.start_trivially(model, split.train)
+    trivial = training.trivial_loss(split.train, split.validation, TINY.quantiles)
+    assert training.evaluate(model, split.validation) == pytest.approx(trivial, rel=1e-5)
+    stepwise = TFT(replace(TINY, head="step"))
+    with pytest.raises(ValueError, match="change the TFTConfig"):
+        training.start_trivially(stepwise, split.train)
+
+
 def test_held_out_windows_are_later_and_share_no_target_with_the_others(split):
     learn, held_out = training.hold_out(split.train, 0.15, TINY.horizon)
     first, last = held_out.target[0], learn.target[-1]
@@ -154,6 +171,16 @@ def test_stored_epoch_was_chosen_by_held_out_windows_not_by_validation(stored):
     held_out = stored.query("kind == 'held out'").pivot(index="epoch", columns="seed", values="loss")
     chosen = stored.query("kind == 'validation'").set_index("seed")["epoch"]
     assert held_out.idxmin().to_dict() == chosen.to_dict()
+
+
+def test_threads_are_given_back_even_after_an_error():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    with pytest.raises(RuntimeError), training.one_thread():
+        assert torch.get_num_threads() == 1
+        raise RuntimeError
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(before)
 
 
 def test_slice_is_at_most_300_windows():
