@@ -215,11 +215,11 @@ def train(config: TFTConfig, recipe: Recipe, windows: Windows, progress: bool = 
     return Trained(model, pd.DataFrame(rows), chosen)
 
 
-SLICE_TRAIN, SLICE_VALIDATION = 256, 44
-"""Windows of the slice that a chapter re-runs: 300 in all."""
+SLICE_TRAIN, SLICE_VALIDATION = 128, 44
+"""Windows of the slice that a chapter re-runs, in about 10 s on one core; at most 300 in all."""
 
 SLICE_BAND = 1e-3
-"""Largest relative difference between a re-run slice and the stored one: another processor, over 8 Adam steps."""
+"""Largest relative difference between a re-run slice and the stored one: another processor, over 4 Adam steps."""
 
 
 def run_slice(split: Split, recipe: Recipe = Recipe(), progress: bool = True) -> pd.DataFrame:
