@@ -1,8 +1,8 @@
 """How pointwise results lie in memory: the meta device guesses where a real kernel iterates.
 
 A pointwise kernel walks its operands through one iterator, and a new result gets the order of dimensions that the
-iterator chose (`ATen/TensorIterator.cpp`, `reorder_dimensions`). The order decides whether a later `reshape` is a view or
-a copy, and so it decides bytes.
+iterator chose (`ATen/TensorIterator.cpp`, `reorder_dimensions`). The order decides whether a later `reshape` is a view
+or a copy, and so it decides bytes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ aten: Final = torch.ops.aten
 
 _BACKWARD: Final = frozenset(
     getattr(aten, f"{name}_backward").default
-    for name in ("elu", "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "sigmoid", "silu")
-    + ("softplus", "softshrink", "tanh", "threshold")
+    for name in (
+        *("elu", "gelu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "sigmoid", "silu"),
+        *("softplus", "softshrink", "tanh", "threshold"),
+    )
 ) | {aten._prelu_kernel_backward.default}
 
 _NOT_ITERATED: Final = frozenset(
