@@ -172,11 +172,15 @@ def user_frame() -> tuple[str, int]:
     """File and line of the innermost running frame that belongs neither to PyTorch nor to our machinery."""
     frame = sys._getframe(1)
     while frame is not None:
-        filename = frame.f_code.co_filename
-        if not filename.startswith(_NOT_USER):
-            return filename, frame.f_lineno
+        if _is_user_s(frame.f_code.co_filename):
+            return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
     return "", 0
+
+
+@cache
+def _is_user_s(filename: str) -> bool:
+    return not filename.startswith(_NOT_USER)
 
 
 def user_line() -> str:

@@ -21,6 +21,7 @@ from .timeline import Recorder, Timeline
 
 _MARK: Final = "everybyte:"
 _OPTIMIZER: Final = "Optimizer.step#"
+_ALLOCATION: Final = torch._C._profiler._EventType.Allocation
 _NODE: Final = "autograd::engine::evaluate_function: "
 
 # The profiler's library logs its start and stop to stderr, with a process id, at every level below this.
@@ -147,12 +148,14 @@ class _Reader:
         self._made_in_kernel: list[int] = []
 
     def visit(self, event: Any) -> None:
-        kind, name = event.tag.name, event.name
-        if kind == "Allocation":
+        if event.tag == _ALLOCATION:
             return self._allocation(event.extra_fields)
+        if self._kernel is not None:  # whatever a kernel calls is its own affair
+            return self._children(event)
+        name = event.name
         if name.startswith(_MARK):
-            return self._mark(*name.removeprefix(_MARK).split(":", 1))
-        if name.startswith(_NODE):
+            self._mark(*name.removeprefix(_MARK).split(":", 1))
+        elif name.startswith(_NODE):
             self._node = event.extra_fields.sequence_number
             self._children(event)
             self._node = None
@@ -160,17 +163,19 @@ class _Reader:
             self._optimizer = True
             self._children(event)
             self._optimizer = False
-        elif (
-            self._kernel is None and kind == "TorchOp" and _is_kernel(name, any(c.name == name for c in event.children))
-        ):
-            self._kernel, self._made_in_kernel = name.split("::")[1], []
-            self._children(event)
-            for storage in self._made_in_kernel:
-                if not self.recorder.is_live(storage):
-                    self.recorder.label(storage, "scratch")
-            self._kernel = None
-        else:
-            self._children(event)
+        elif event.children:
+            if _is_kernel(name, any(child.name == name for child in event.children)):
+                self._in_kernel(name, event)
+            else:
+                self._children(event)
+
+    def _in_kernel(self, name: str, event: Any) -> None:
+        self._kernel, self._made_in_kernel = name.split("::")[1], []
+        self._children(event)
+        self._kernel = None
+        for storage in self._made_in_kernel:
+            if not self.recorder.is_live(storage):
+                self.recorder.label(storage, "scratch")
 
     def _children(self, event: Any) -> None:
         for child in event.children:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,11 +12,10 @@ from .attribution import storage_of
 from .timeline import Recorder
 
 
-@dataclass
-class _Tracked:
-    event: int  # the storage's number in the recorder
-    nbytes: int
-    alive: weakref.ref  # kept, for its callback
+class _Tracked(weakref.ref):
+    """A storage that is alive: its address, its number in the recorder, and its size."""
+
+    __slots__ = ("address", "event", "nbytes")
 
 
 class Storages:
@@ -51,15 +49,15 @@ class Storages:
 
     def follow(self, storage: torch.UntypedStorage, event: int, nbytes: int) -> None:
         """Lets an allocation that is already recorded end when this storage does."""
-        address = storage._cdata
+        tracked = _Tracked(storage, self._die)
+        tracked.address, tracked.event, tracked.nbytes = storage._cdata, event, nbytes
+        self._tracked[tracked.address] = tracked
 
-        def die(_: Any) -> None:
-            tracked = self._tracked.pop(address, None)
-            self._forget(address)
-            if tracked is not None:
-                self.recorder.free(tracked.event)
-
-        self._tracked[address] = _Tracked(event, nbytes, weakref.ref(storage, die))
+    def _die(self, tracked: _Tracked) -> None:
+        self._forget(tracked.address)
+        if self._tracked.get(tracked.address) is tracked:
+            del self._tracked[tracked.address]
+            self.recorder.free(tracked.event)
 
     def has_grown(self, tensor: torch.Tensor) -> bool:
         """Whether an op that wrote into a tensor gave its storage another size (`resize_`, `out=`)."""

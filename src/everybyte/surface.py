@@ -195,8 +195,17 @@ def _of_the_user_s_own(*tensors: Any) -> bool:
     In place of the check in `torch.nn.functional`, whose Python functions hand themselves over to a function mode as a
     whole and then run with the mode off; with this one the mode sees what they call.
     """
-    kinds = {type(leaf) for leaf in tree_leaves(tensors)} - {torch.Tensor, torch.nn.Parameter}
-    return any(_overrides(kind) for kind in kinds)
+    for tensor in tensors:
+        kind = type(tensor)
+        if kind in (tuple, list):
+            if _of_the_user_s_own(*tensor):
+                return True
+        elif kind not in _PLAIN and _overrides(kind):
+            return True
+    return False
+
+
+_PLAIN: Final = (torch.Tensor, torch.nn.Parameter, type(None), str, int, float, bool)
 
 
 def _overrides(kind: type) -> bool:

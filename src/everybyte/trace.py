@@ -7,6 +7,7 @@ otherwise is stated in `rules`.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -126,6 +127,8 @@ class Trace(Run):
         engine.unshared()
         self._exit = ExitStack()
         self._exit.callback(_set_active, None)
+        gc.freeze()  # a trace's many small objects make collections frequent: leave out of them what was there before
+        self._exit.callback(gc.unfreeze)
         for context in (self.attribution.following(), shown_to(self), _Ops(self)):
             self._exit.enter_context(context)
         _set_active(self)
@@ -290,7 +293,8 @@ class Trace(Run):
 
     def _meet(self, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Lets real tensors from outside meet traced ones: meta tensors stand in for them and are not counted."""
-        if all(tensor.is_meta for tensor in tensors) or not any(tensor.is_meta for tensor in tensors):
+        traced = sum(tensor.is_meta for tensor in tensors)
+        if traced in (0, len(tensors)):
             return args, kwargs
 
         if torch.is_grad_enabled() and any(not t.is_meta and t.requires_grad and t.is_leaf for t in tensors):

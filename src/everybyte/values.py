@@ -142,8 +142,10 @@ class KnownValues:
         """Whether all these tensors are traced ones whose values are known."""
         if not tensors:
             return True
-        twins = self._twins
-        return all(t.is_meta and t.untyped_storage()._cdata in twins for t in tensors)
+        for tensor in tensors:
+            if not tensor.is_meta or tensor.untyped_storage()._cdata not in self._twins:
+                return False
+        return True
 
     def follow(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs an op on the twins of its arguments, all of which `covers` says are known.
