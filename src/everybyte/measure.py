@@ -6,6 +6,7 @@ The profiler reports each allocation and release of PyTorch's CPU allocator with
 
 from __future__ import annotations
 
+import gc
 import os
 from contextlib import ExitStack
 from functools import cache
@@ -121,8 +122,14 @@ class Measurement(Run):
 
     def _read(self) -> Timeline:
         reader = _Reader(self._attribution, self._labels)
-        for event in self._profile.profiler.kineto_results.experimental_event_tree():
-            reader.visit(event)
+        collects = gc.isenabled()
+        gc.disable()  # the tree is large and has no cycles
+        try:
+            for event in self._profile.profiler.kineto_results.experimental_event_tree():
+                reader.visit(event)
+        finally:
+            if collects:
+                gc.enable()
         return reader.recorder.finish(
             {
                 "evidence": "measured",
