@@ -140,12 +140,7 @@ class KnownValues:
 
     def covers(self, tensors: list[torch.Tensor]) -> bool:
         """Whether all these tensors are traced ones whose values are known."""
-        if not tensors:
-            return True
-        for tensor in tensors:
-            if not tensor.is_meta or tensor.untyped_storage()._cdata not in self._twins:
-                return False
-        return True
+        return all(t.is_meta and t.untyped_storage()._cdata in self._twins for t in tensors)
 
     def follow(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs an op on the twins of its arguments, all of which `covers` says are known.
