@@ -202,6 +202,10 @@ MODELS = {
         lambda: ThenEvaluated(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)),
         normal(3, 5, 8),
     ),
+    "an LSTM without biases in evaluation makes zeros for each call": (
+        lambda: ThenEvaluated(Apply(lambda f, x: f(x)[0], nn.LSTM(8, 8, 2, bias=False))),
+        normal(3, 5, 8),
+    ),
     "pooling in evaluation keeps no indices": (lambda: ThenEvaluated(nn.MaxPool1d(1)), normal(3, 5, 8)),
     "layer norm in half precision keeps half-precision statistics": (
         lambda: nn.Sequential(nn.Linear(16, 50), nn.LayerNorm(50), nn.Softmax(-1), nn.Dropout(0.1)).bfloat16(),

@@ -116,6 +116,7 @@ def lstm(input: Any, *rest: Any) -> Any:
                 layer_input, *own[:2], *biases, hx[index], cx[index], direction > 0, [], _LSTM, hidden, num_layers,
                 has_biases, bidirectional, batch_first, train,
             )  # fmt: skip
+            del biases  # zeros made for the call end with it
             last_h.append(h)
             last_c.append(c)
         layer_input = outputs[0] if directions == 1 else torch.cat(outputs, -1)
