@@ -6,6 +6,7 @@ and the graph that keeps it can be asked for it; so its end is known exactly.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -45,7 +46,10 @@ class Scalars:
             if kept.get(maker):
                 self._storages.follow(kept[maker].pop(), event, nbytes)
             elif kept.copy_slices is not None and op in ("mul_", "div_"):
-                self._inside.setdefault(kept.copy_slices, []).append(event)
+                self._inside.setdefault(kept.copy_slices._sequence_nr(), []).append(event)
+                token = _Token()  # dies with the node, if no backward pass comes
+                kept.copy_slices.metadata[event] = token
+                weakref.finalize(token, self._storages.recorder.free, event).atexit = False
             else:
                 self._storages.recorder.free(event)
 
@@ -59,15 +63,19 @@ class Scalars:
             self._running = number
 
 
+class _Token:
+    """An object that can be referred to weakly."""
+
+
 class _Kept(dict[int, list[torch.UntypedStorage]]):
     """The 0-dimensional host tensors that graph nodes hold, by the nodes' sequence numbers.
 
     Attributes:
-        copy_slices: Number of the node that stands for a write into a view, if any: it hides the node of the op
+        copy_slices: The node that stands for a write into a view, if any: it hides the node of the op
             that wrote, and what that one holds, until it has run.
     """
 
-    copy_slices: int | None = None
+    copy_slices: Any = None
 
 
 def _kept(out: Any, makers: set[int]) -> _Kept:
@@ -83,7 +91,7 @@ def _kept(out: Any, makers: set[int]) -> _Kept:
         seen.add(number)
         frontier += [parent for parent, _ in node.next_functions if parent is not None]
         if node.name().endswith("CopySlices"):
-            kept.copy_slices = number
+            kept.copy_slices = node
         if number in makers:
             for name in ("_saved_other", "_saved_self", "_saved_tensor1", "_saved_tensor2"):
                 saved = getattr(node, name, None)
