@@ -63,7 +63,7 @@ class Timeline:
             the number of events before step 0. Stored with the table in Parquet.
 
     Raises:
-        ValueError: If a column is missing, a count of bytes is negative, or a storage is released before it is made.
+        ValueError: If a column is missing or a count of bytes is negative.
     """
 
     def __init__(self, table: pa.Table, info: Mapping[str, Any] | None = None) -> None:
