@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import GetSetDescriptorType
 from typing import Any, Final, Protocol
 from unittest import mock
 
@@ -36,6 +37,13 @@ _SAYS: Final = {
     torch.Tensor.is_meta.__get__: False,
 }
 """What a traced tensor says of itself, so that code which looks goes the way it goes on the real device."""
+
+_PROPERTIES: Final = [p for p in vars(torch._C.TensorBase).values() if isinstance(p, GetSetDescriptorType)]
+_LOOKS: Final = frozenset({p.__get__ for p in _PROPERTIES}) | {
+    *(torch.Tensor.dim, torch.Tensor.size, torch.Tensor.stride, torch.Tensor.numel, torch.Tensor.untyped_storage),
+    *(torch.is_complex, torch.is_floating_point, torch.Tensor.is_complex, torch.Tensor.is_floating_point),
+}
+"""Calls that only look at a tensor: they make no storage and have one path on every device."""
 
 
 class Tracer(Protocol):
@@ -84,6 +92,7 @@ class Surface(TorchFunctionMode):
         tensor = torch.Tensor
         self._special: dict[Any, Callable[[Any, Any, dict[str, Any]], Any]] = {
             **dict.fromkeys(_device_constructors(), self._make),
+            **dict.fromkeys(_LOOKS, lambda func, args, kwargs: func(*args, **kwargs)),
             **dict.fromkeys(_SAYS, self._say),
             **dict.fromkeys(_READS, self._read),
             **dict.fromkeys((tensor.__getitem__, tensor.__setitem__), self._take_index),

@@ -15,7 +15,6 @@ from functools import cache
 from typing import Any, Final, Self
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from . import values
@@ -363,10 +362,11 @@ class Trace(Run):
     # -- categories ----------------------------------------------------------------------------------------------------
 
     def _label_module(self, module: torch.nn.Module) -> None:
-        for parameter in module.parameters():
-            self._storages.label(parameter, "parameter")
-        for buffer in module.buffers():
-            self._storages.label(buffer, "buffer")
+        with torch._C.DisableTorchFunction():
+            for parameter in module.parameters():
+                self._storages.label(parameter, "parameter")
+            for buffer in module.buffers():
+                self._storages.label(buffer, "buffer")
 
     def _label_gradients(self) -> None:
         for root in self.attribution.roots:
@@ -377,16 +377,17 @@ class Trace(Run):
     def _on_optimizer(self, optimizer: torch.optim.Optimizer, begins: bool) -> None:
         self._optimizing = begins
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        for parameter in parameters:
-            self._storages.label(parameter, "parameter")
-            if parameter.grad is not None:
-                self._storages.label(parameter.grad, "gradient")
-        for value in tree_leaves([optimizer.state[p] for p in parameters if p in optimizer.state]):
-            if isinstance(value, torch.Tensor):
-                self._storages.label(value, "optimizer state")
+        with torch._C.DisableTorchFunction():
+            for parameter in parameters:
+                self._storages.label(parameter, "parameter")
+                if parameter.grad is not None:
+                    self._storages.label(parameter.grad, "gradient")
+            for value in tree_leaves([optimizer.state[p] for p in parameters if p in optimizer.state]):
+                if isinstance(value, torch.Tensor):
+                    self._storages.label(value, "optimizer state")
 
 
-class _Ops(TorchDispatchMode):
+class _Ops(engine.DispatchMode):
     """Hands every op that reaches a kernel to the trace."""
 
     def __init__(self, run: Trace) -> None:

@@ -29,7 +29,15 @@ def holders(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor._use_count(), _storage_use_count(tensor.untyped_storage()._cdata)
 
 
-class _Probe(TorchDispatchMode):
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode whose ops PyTorch does not guard, one by one, against being compiled."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class _Probe(DispatchMode):
     """Watches one sum of two contributions that nobody else holds."""
 
     seen: tuple[int, int] | None = None
