@@ -1,6 +1,7 @@
 """Trace a PyTorch training step without running it, measure it, and explain every byte."""
 
 from . import formulas, models, report
+from .fit import fit_formula
 from .measure import Measurement, measure
 from .saved import Saved, saved
 from .timeline import Timeline
@@ -14,6 +15,7 @@ __all__ = [
     "Saved",
     "Timeline",
     "Trace",
+    "fit_formula",
     "format_bytes",
     "formulas",
     "measure",
