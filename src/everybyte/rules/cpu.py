@@ -68,8 +68,9 @@ def attention(
 def _attention_choice(query: Any, key: Any, value: Any, mask: Any, dropout: float, causal: bool, options: Any) -> Any:
     """The CPU's own choice, asked on small stand-ins (`ATen/native/transformers/sdp_utils_cpp.cpp`).
 
-    It depends on dtypes, on which sizes are equal, on layout and on who needs a gradient, never on how large the sizes
-    are; so tensors with small sizes, equal where the real ones are equal, get the same answer.
+    It depends on dtypes, on which sizes are equal, on layout, on who needs a gradient and on whether the keys' heads
+    divide the queries', never on how large the other sizes are; so tensors with small sizes, equal where the real ones
+    are equal, get the same answer.
     """
     tensors = (query, key, value, mask)
     sizes = sorted({n for t in tensors if t is not None for n in t.shape if n > 1})
@@ -78,7 +79,9 @@ def _attention_choice(query: Any, key: Any, value: Any, mask: Any, dropout: floa
     def stand_in(tensor: Any) -> Any:
         if tensor is None:
             return None
-        made = torch.zeros([small[n] for n in tensor.shape], dtype=tensor.dtype, device="cpu")
+        heads = tensor.dim() - 3
+        shape = [n if i == heads else small[n] for i, n in enumerate(tensor.shape)]
+        made = torch.zeros(shape, dtype=tensor.dtype, device="cpu")
         if tensor.dim() > 1 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             made = made.transpose(-1, -2).contiguous().transpose(-1, -2)
         return made.requires_grad_(tensor.requires_grad) if made.is_floating_point() else made
