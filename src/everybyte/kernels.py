@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch.utils._pytree import tree_leaves
 
-from .rules import cpu, layout
+from .rules import Rules
 
 META: Final = torch.device("meta")
 _TENSOR_RETURNS: Final = frozenset({"Tensor", "List[Tensor]"})
@@ -23,16 +23,17 @@ _ABSENT: Final = object()  # a call that cannot be remembered
 class Kernels:
     """Runs ops on meta tensors, by the rules' kernels where a rule states one, and remembers what they return."""
 
-    def __init__(self) -> None:
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
         self._plans: dict[Any, _Plan | None] = {}  # by op; None for an op that is not remembered
         self._returns: dict[Any, Any] = {}  # by call
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plan = self._plans.get(func, _ABSENT)
         if plan is _ABSENT:
-            plan = self._plans[func] = _plan(func)
+            plan = self._plans[func] = _plan(func, self._rules)
         if plan is None:
-            return cpu.KERNELS.get(func, func)(*args, **kwargs)
+            return self._rules.kernels.get(func, func)(*args, **kwargs)
         key = plan.key(func, args, kwargs)
         if key is None:
             return plan.kernel(*args, **kwargs)
@@ -50,8 +51,8 @@ class Kernels:
 class _Plan:
     """How calls of one op are told apart."""
 
-    def __init__(self, func: Any) -> None:
-        self.kernel: Callable[..., Any] = cpu.KERNELS.get(func) or layout.as_iterated(func)
+    def __init__(self, func: Any, rules: Rules) -> None:
+        self.kernel: Callable[..., Any] = rules.kernel(func)
         # A number's value changes what is computed, never a shape: only its type tells calls apart.
         self.numbers = frozenset(
             i for i, arg in enumerate(func._schema.arguments) if str(arg.type) in ("Tensor", "number", "float")
@@ -73,7 +74,7 @@ class _Plan:
             else:
                 parts.append((type(arg), arg))
         for name, arg in kwargs.items():
-            if isinstance(arg, torch.Tensor):
+            if isinstance(arg, torch.Tensor) or (name == "device" and arg not in (None, META)):
                 return None
             parts.append((name, type(arg), _sequence_key(arg) if isinstance(arg, (list, tuple)) else arg))
         try:
@@ -96,7 +97,7 @@ def _sequence_key(items: Any) -> Any:
     )
 
 
-def _plan(func: Any) -> _Plan | None:
+def _plan(func: Any, rules: Rules) -> _Plan | None:
     schema, tags = func._schema, func.tags
     data_dependent = torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
     changes_shape = torch.Tag.inplace_view in tags or schema.name in ("aten::resize_", "aten::resize_as_", "aten::set_")
@@ -108,7 +109,7 @@ def _plan(func: Any) -> _Plan | None:
         alias = returned.alias_info
         if str(returned.type) not in _TENSOR_RETURNS or (alias is not None and not alias.is_write):
             return None
-    return _Plan(func)
+    return _Plan(func, rules)
 
 
 def _is_plain(out: Any, args: tuple[Any, ...]) -> bool:

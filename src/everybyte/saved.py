@@ -57,7 +57,9 @@ def saved(function: Callable[[], Any], rules: str | None = None) -> Saved:
     with attribution.following() if running is None else nullcontext(), attribution.holding() as modules:
         with hidden:
             output = function()
-        return _collect(output, function, attribution, [*modules, *attribution.roots], hidden)
+        counts = running.counts if running is not None else lambda tensor: True
+        with torch._C.DisableTorchFunction():  # traced tensors are looked at, not asked
+            return _collect(output, function, attribution, [*modules, *attribution.roots], hidden, counts)
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ def _collect(
     attribution: Attribution,
     modules: list[torch.nn.Module],
     hidden: _InPlaceOnViews,
+    counts: Callable[[torch.Tensor], bool],
 ) -> Saved:
     outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     nodes = _graph([tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None])
@@ -142,6 +145,8 @@ def _collect(
     kept = [_Kept(node._sequence_nr(), _op_name(node.name()), *named) for node in nodes for named in _operands(node)]
     for number, op, operand, tensor in sorted([*kept, *hidden.kept()], key=lambda kept: kept.number):
         storage, nbytes = _storage(tensor), tensor.untyped_storage().nbytes()
+        if not counts(tensor):
+            continue
         if storage in parameters:
             parameter_bytes[storage] = nbytes
         elif storage in rows:

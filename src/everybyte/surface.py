@@ -6,8 +6,10 @@ the device whose rules hold, hands values out, and takes the real device's path 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import GetSetDescriptorType
 from typing import Any, Final, Protocol
 from unittest import mock
@@ -15,6 +17,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.utils.checkpoint as checkpoint
+import torch.utils.data
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
@@ -23,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .attribution import user_line
 from .kernels import META
+from .rules import Rules
 
 _FROM_DATA: Final = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 _READS: Final = {
@@ -31,12 +35,9 @@ _READS: Final = {
     torch.Tensor.numpy: torch.Tensor.numpy,
     torch.Tensor.__array__: torch.Tensor.numpy,
 }
-_SAYS: Final = {
-    torch.Tensor.device.__get__: torch.device("cpu"),
-    torch.Tensor.is_cpu.__get__: True,
-    torch.Tensor.is_meta.__get__: False,
-}
-"""What a traced tensor says of itself, so that code which looks goes the way it goes on the real device."""
+_HOST: Final = torch.device("cpu")
+_OPTIM: Final = str(Path(torch.optim.__file__).parent)
+_DATA: Final = str(Path(torch.utils.data.__file__).parent)
 
 _PROPERTIES: Final = [p for p in vars(torch._C.TensorBase).values() if isinstance(p, GetSetDescriptorType)]
 _LOOKS: Final = frozenset({p.__get__ for p in _PROPERTIES}) | {
@@ -64,9 +65,12 @@ class Tracer(Protocol):
     def read_out(self, function: Any, tensor: torch.Tensor) -> Any:
         """A tensor's values, as `item`, `tolist` or `numpy` give them."""
 
+    def copy_to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A real tensor in host memory."""
+
 
 @contextmanager
-def shown_to(run: Tracer) -> Iterator[None]:
+def shown_to(run: Tracer, rules: Rules) -> Iterator[None]:
     """Puts the surface in place while the block lasts, and everything back as it was after it."""
     with ExitStack() as stack:
         for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
@@ -74,48 +78,74 @@ def shown_to(run: Tracer) -> Iterator[None]:
         for module in (torch.overrides, torch.autograd):
             stack.enter_context(_replaced(module, "has_torch_function", _any_of_the_user_s_own))
         for name in ("_has_foreach_support", "_device_has_foreach_support"):
-            stack.enter_context(_replaced(clip_grad, name, _as_on_host(getattr(clip_grad, name))))
+            stack.enter_context(_replaced(clip_grad, name, _as_on(rules.device, getattr(clip_grad, name))))
         # Checkpointing compares what it saved, seen from inside a call, with what it recomputed, seen from outside.
         stack.enter_context(mock.patch.dict(checkpoint._allowed_determinism_checks_to_fns, default=_metadata))
-        # The generator's state is a tensor that no op makes; checkpointing keeps one for each segment.
-        stack.enter_context(_replaced(torch, "get_rng_state", _counting(run, torch.get_rng_state)))
-        stack.enter_context(Surface(run))
+        if rules.on_host:
+            # The generator's state is a tensor that no op makes; checkpointing keeps one for each segment.
+            stack.enter_context(_replaced(torch, "get_rng_state", _counting(run, torch.get_rng_state)))
+        stack.enter_context(Surface(run, rules))
         yield
 
 
 class Surface(TorchFunctionMode):
     """Sees each call of torch's Python face before autograd does."""
 
-    def __init__(self, run: Tracer) -> None:
+    def __init__(self, run: Tracer, rules: Rules) -> None:
         super().__init__()
         self._run = run
+        self._rules = rules
         tensor = torch.Tensor
+        self._says: dict[Any, Any] = {
+            tensor.device.__get__: rules.device,
+            tensor.is_cpu.__get__: rules.on_host,
+            tensor.is_cuda.__get__: not rules.on_host,
+            tensor.is_meta.__get__: False,
+            tensor.get_device: -1 if rules.on_host else rules.device.index,
+        }
         self._special: dict[Any, Callable[[Any, Any, dict[str, Any]], Any]] = {
             **dict.fromkeys(_device_constructors(), self._make),
             **dict.fromkeys(_LOOKS, lambda func, args, kwargs: func(*args, **kwargs)),
-            **dict.fromkeys(_SAYS, self._say),
+            **dict.fromkeys(self._says, self._say),
             **dict.fromkeys(_READS, self._read),
             **dict.fromkeys((tensor.__getitem__, tensor.__setitem__), self._take_index),
             tensor.__format__: self._format,
             tensor.backward: self._backward,
             tensor.to: self._to,
-            tensor.cpu: lambda func, args, kwargs: args[0],
+            tensor.cpu: lambda func, args, kwargs: self._to(tensor.to, (args[0], _HOST), {}),
         }
+        if not rules.on_host:
+            self._special[tensor.cuda] = self._cuda
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         special = self._special.get(func)
         if special is not None:
             return special(func, args, kwargs)
-        if "device" in kwargs and _is_host(kwargs["device"]) and _is_traced(args):  # empty_like(), new_zeros(), ...
+        device = kwargs.get("device")  # empty_like(), new_zeros(), ...
+        if device is not None and self._is_own(device) and (_is_traced(args) or not self._rules.on_host):
             kwargs = {**kwargs, "device": META}
         return self._run.call(func, args, kwargs)
 
+    def _is_own(self, device: Any) -> bool:
+        """Whether this names the device whose rules hold: by type, or with the number that a single device has."""
+        if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
+            return False
+        named = torch.device(device)
+        return named.type == self._rules.device.type and named.index in (None, 0)
+
     def _say(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return _SAYS[func] if _is_traced(args) else func(*args, **kwargs)
+        return self._says[func] if _is_traced(args) else func(*args, **kwargs)
 
     def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return self._run.read_out(_READS[func], args[0]) if _is_traced(args) else func(*args, **kwargs)
+        if not _is_traced(args):
+            return func(*args, **kwargs)
+        if _READS[func] is torch.Tensor.numpy and not self._rules.on_host:
+            raise TypeError(
+                f"{user_line()}: can't convert {self._rules.device} device type tensor to numpy. Use Tensor.cpu() to "
+                "copy the tensor to host memory first."
+            )
+        return self._run.read_out(_READS[func], args[0])
 
     def _format(self, func: Any, args: Any, kwargs: Any) -> Any:
         if _is_traced(args) and args[0].dim() == 0:
@@ -123,17 +153,49 @@ class Surface(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _to(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if _is_traced(args):
-            args = tuple(META if _is_host(arg) else arg for arg in args)
-            kwargs = {name: META if _is_host(value) else value for name, value in kwargs.items()}
-        return self._run.call(func, args, kwargs)
+        tensor, *rest = args
+        if rest and isinstance(rest[0], torch.Tensor):  # to(other): to its device and its dtype
+            rest = [self._rules.device if rest[0].is_meta else rest[0].device, rest[0].dtype, *rest[1:]]
+        first = rest[0] if rest and not isinstance(rest[0], torch.dtype) else None
+        named = first if first is not None else kwargs.get("device")
+        if named is None or torch.device(named) == META:
+            return self._run.call(func, (tensor, *rest), kwargs)
+
+        def converted(tensor: torch.Tensor) -> Any:
+            here = META if tensor.is_meta else _HOST
+            others = {name: here if value is named else value for name, value in kwargs.items()}
+            return self._run.call(func, (tensor, *(here if value is named else value for value in rest)), others)
+
+        if not self._is_own(named):
+            self._check_host(named)
+            return converted(self._run.copy_to_host(tensor) if tensor.is_meta else tensor)
+        if tensor.is_meta or self._rules.on_host:
+            return converted(tensor)
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{user_line()}: a tensor that learns is moved to the device inside the graph, which is not traced; "
+                "make it there, or bring it in with run.to_device(...)"
+            )
+        return self._run.adopt(converted(tensor), "_to_copy")  # converted on the host: `ATen/native/cuda/Copy.cu`
+
+    def _cuda(self, func: Any, args: Any, kwargs: Any) -> Any:
+        device = args[1] if len(args) > 1 else kwargs.get("device")
+        return self._to(torch.Tensor.to, (args[0], self._rules.device if device is None else device), {})
+
+    def _check_host(self, device: Any) -> None:
+        if torch.device(device).type != "cpu":
+            raise ValueError(
+                f"{user_line()}: device={str(device)!r} in a trace by {self._rules.name.upper()} rules; use "
+                f"{self._rules.device.type!r}, or trace by other rules"
+            )
 
     def _backward(self, func: Any, args: Any, kwargs: Any) -> Any:
         with self:  # what Python runs inside (checkpointing, custom functions) is seen as well
             return self._run.backward(*args, **kwargs)
 
     def _take_index(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return self._run.call(func, (args[0], self._index(args[1]), *args[2:]), kwargs)
+        index = self._index(args[1]) if self._rules.on_host or args[0].is_meta else args[1]
+        return self._run.call(func, (args[0], index, *args[2:]), kwargs)
 
     def _index(self, index: Any) -> Any:
         """Lists and arrays in an index become tensors, as they do in a real run, which then counts."""
@@ -145,13 +207,16 @@ class Surface(TorchFunctionMode):
 
     def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         device = kwargs.get("device")
-        if device is not None and not _is_host(device) and torch.device(device) != META:
-            raise ValueError(
-                f"{user_line()}: device={str(device)!r} in a trace by CPU rules; use 'cpu', or trace by other rules"
-            )
+        if device is None and not self._rules.on_host and _is_made_for_the_host(sys._getframe(2)):
+            device = _HOST
         if device is not None and torch.device(device) == META:  # asked for by the user: takes no memory in a real run
             with torch._C._DisableTorchDispatch():
                 return func(*args, **kwargs)
+        if device is not None and not self._is_own(device):
+            self._check_host(device)
+            if args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
+                return self._run.copy_to_host(args[0])
+            return func(*args, **{**kwargs, "device": _HOST})
         if func not in _FROM_DATA or (args and isinstance(args[0], torch.Tensor) and args[0].is_meta):
             return self._run.call(func, args, {**kwargs, "device": META})
         if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves(args)):
@@ -159,7 +224,7 @@ class Surface(TorchFunctionMode):
             return self._run.call(torch.empty_like, (func(*numbers, **{**kwargs, "device": META}),), {})
         with torch._C._DisableTorchDispatch():
             real = func(*args, **{**kwargs, "device": "cpu"})
-        if func is not torch.tensor and real.data_ptr() == _memory_of(args[0]):
+        if self._rules.on_host and func is not torch.tensor and real.data_ptr() == _memory_of(args[0]):
             return real  # looks at the caller's own memory, as in a real run
         made = self._run.adopt(real, func.__name__)
         return made.requires_grad_() if real.requires_grad else made
@@ -176,13 +241,12 @@ def _memory_of(data: Any) -> int:
     return data.data_ptr() if isinstance(data, torch.Tensor) else -1
 
 
-def _as_on_host(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Asks a question about a device with the host's in place of meta."""
+def _as_on(device: torch.device, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Asks a question about a device with the rules' own in place of meta."""
 
     def asked(*args: Any, **kwargs: Any) -> Any:
-        host = torch.device("cpu")
-        args = tuple(host if isinstance(arg, torch.device) and arg == META else arg for arg in args)
-        kwargs = {k: host if isinstance(v, torch.device) and v == META else v for k, v in kwargs.items()}
+        args = tuple(device if isinstance(arg, torch.device) and arg == META else arg for arg in args)
+        kwargs = {k: device if isinstance(v, torch.device) and v == META else v for k, v in kwargs.items()}
         return function(*args, **kwargs)
 
     return asked
@@ -192,10 +256,22 @@ def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype
 
 
-def _is_host(device: Any) -> bool:
-    if isinstance(device, str):
-        return device.split(":")[0] == "cpu"
-    return isinstance(device, torch.device) and device.type == "cpu"
+def _is_dtype(value: Any) -> bool:
+    return isinstance(value, torch.dtype)
+
+
+def _is_made_for_the_host(frame: Any) -> bool:
+    """Whether a tensor with no device named is one that stays on the host in a real run.
+
+    Optimizers count their steps there, and data sets, samplers and collate functions know of no device.
+    """
+    if frame.f_code.co_filename.startswith(_OPTIM):
+        return True
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_DATA):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _of_the_user_s_own(*tensors: Any) -> bool:

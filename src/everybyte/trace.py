@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from . import values
 from .attribution import Attribution, user_frame, user_line
 from .kernels import META, Kernels
-from .rules import cpu, engine
+from .rules import RULES, Rules, engine
 from .run import Run
 from .scalars import Scalars
 from .storages import Storages
@@ -28,9 +28,14 @@ from .surface import shown_to
 from .timeline import Timeline
 from .values import UNKNOWN, DataDependentShape, KnownValues, UnknownRead
 
-_RULES: Final = ("cpu",)
-_ITEM: Final = torch.ops.aten._local_scalar_dense.default
-_INDEX: Final = torch.ops.aten.index.Tensor
+aten: Final = torch.ops.aten
+_ITEM: Final = aten._local_scalar_dense.default
+_COPY: Final = aten.copy_.default
+_INDEX: Final = aten.index.Tensor
+_ACROSS: Final = frozenset(
+    {_COPY, aten._to_copy.default, _INDEX, aten._index_put_impl_.default, aten.index_put_.default}
+)
+"""Ops that take a tensor from the host beside the device's own: copies, and indices (`ATen/native/IndexingUtils.h`)."""
 _ACCUMULATE_GRAD: Final = torch._C._functions.AccumulateGrad
 _current_node = torch._C._current_autograd_node
 
@@ -49,18 +54,21 @@ def trace(rules: str = "cpu", gpu: str | None = None) -> Trace:
         run.timeline.peak_bytes
 
     Args:
-        rules: Whose kernels' rules the trace follows; "cpu".
-        gpu: The GPU to follow; for `rules="cuda"`.
+        rules: Whose kernels' rules the trace follows; "cpu" or "cuda". Under "cuda" new tensors are put on the GPU, as
+            under `with torch.device("cuda")`; what is put on the host explicitly is really there, and not counted.
+        gpu: The GPU to follow; no name is known yet. Left out, an Ampere GPU (compute capability 8.0) is assumed.
 
     Raises:
-        ValueError: If there are no such rules.
+        ValueError: If there are no such rules, or no such GPU.
     """
-    if rules not in _RULES:
-        known = " or ".join(repr(name) for name in _RULES)
+    if rules not in RULES:
+        known = " or ".join(repr(name) for name in RULES)
         raise ValueError(f"rules={rules!r}: this version traces by the rules {known}")
-    if gpu is not None:
+    if gpu is not None and RULES[rules].on_host:
         raise ValueError(f"gpu={gpu!r} has no meaning under rules={rules!r}; leave it out")
-    return Trace(rules)
+    if gpu is not None:
+        raise ValueError(f"gpu={gpu!r}: this version knows no GPU by name; left out, it is one of capability 8.0")
+    return Trace(RULES[rules])
 
 
 @dataclass(frozen=True)
@@ -97,17 +105,18 @@ class Trace(Run):
         attribution: Whose memory it is.
         unknown_reads: Every place where the code asked for a value that nobody knows (it got the type's zero).
         conditional: Lines at which such a value decided a branch: a real run may go the other way.
-        not_covered: Backward nodes and modes that the run used and that allocate otherwise in a real run.
+        not_covered: Backward nodes, modes and memory of kernels that the run used and that no rule reproduces.
     """
 
-    def __init__(self, rules: str) -> None:
-        self.rules = rules
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules.name
+        self._rules = rules
         self.attribution = Attribution(on_optimizer=self._on_optimizer, on_root=self._label_module)
         self.unknown_reads: list[UnknownRead] = []
         self.conditional: list[str] = []
         self.not_covered: set[str] = set()
         self._known = KnownValues()
-        self._kernels = Kernels()
+        self._kernels = Kernels(rules)
         self._writes = engine.Writes()
         self._storages = Storages(forget=self._known.forget)
         self._scalars = Scalars(self._storages)
@@ -128,7 +137,7 @@ class Trace(Run):
         self._exit.callback(_set_active, None)
         gc.freeze()  # a trace's many small objects make collections frequent: leave out of them what was there before
         self._exit.callback(gc.unfreeze)
-        for context in (self.attribution.following(), shown_to(self), _Ops(self)):
+        for context in (self.attribution.following(), shown_to(self, self._rules), _Ops(self)):
             self._exit.enter_context(context)
         _set_active(self)
         return self
@@ -175,9 +184,10 @@ class Trace(Run):
         """Runs a call of torch's Python face, by the path that the rules give."""
         self._calls.append((function, _current_node()))
         try:
-            out = cpu.FUNCTIONS.get(function, function)(*args, **kwargs)
+            out = self._rules.functions.get(function, function)(*args, **kwargs)
         finally:
             self._calls.pop()
+        self._note_left_out(function)
         self._scalars.settle(out)
         return out
 
@@ -212,11 +222,28 @@ class Trace(Run):
             if real is not None:
                 return function(real.detach())
             zeros = function(torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu"))
+        line = self._unknown_read(function.__name__, tensor)
+        return tree_map_only((int, float), lambda zero: values.unknown(zero, lambda: self._decided(line)), zeros)
+
+    def counts(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor takes memory of the device: a real one does where that is the host."""
+        return self._rules.on_host or tensor.is_meta
+
+    def copy_to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A real tensor with a traced one's values where they are known, else with zeros, which is recorded."""
+        real = self._known.twin(tensor)
+        with torch._C._DisableTorchDispatch():
+            if real is not None:
+                return real.clone()
+            self._unknown_read("cpu", tensor)
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+    def _unknown_read(self, op: str, tensor: torch.Tensor) -> str:
         line = user_line()
-        self.unknown_reads.append(UnknownRead(line, function.__name__))
+        self.unknown_reads.append(UnknownRead(line, op))
         if tensor.dtype == torch.bool:
             self._decided(line)
-        return tree_map_only((int, float), lambda zero: values.unknown(zero, lambda: self._decided(line)), zeros)
+        return line
 
     # -- ops -----------------------------------------------------------------------------------------------------------
 
@@ -235,9 +262,14 @@ class Trace(Run):
         if node is not None and node.name() in engine.NOT_REPRODUCED:
             self.not_covered.add(node.name())
         tensors = _tensors(args, kwargs)
+        if self._is_host_s_own(tensors, kwargs):
+            return func(*args, **kwargs)
         if func is _ITEM:
             return self._read(tensors[0])
-        args, kwargs = self._meet(tensors, args, kwargs)
+        if func is _COPY and not self._rules.on_host and not args[0].is_meta:
+            self._unknown_read("copy_", args[1])  # the host's own memory, filled with what nobody knows
+            return args[0]
+        args, kwargs = self._meet(func, tensors, args, kwargs)
         if from_python:
             self._make_scalars(op, args)
         real = self._known.follow(func, args, kwargs) if self._known.covers(tensors) else UNKNOWN
@@ -255,11 +287,12 @@ class Trace(Run):
                 raise
         if not op.aliases:
             for made in out if isinstance(out, (tuple, list)) else (out,):
-                if isinstance(made, torch.Tensor) and not self._storages.is_known(made):
+                if isinstance(made, torch.Tensor) and self.counts(made) and not self._storages.is_known(made):
                     self._storages.record(made, op=op.name, **self._whose(node))
+            self._record_scratch(func, op, args, kwargs, node)
         if op.mutates:
             for written in _tensors([args[i] if i < len(args) else kwargs.get(name) for i, name in op.written], {}):
-                if self._storages.has_grown(written):
+                if self.counts(written) and self._storages.has_grown(written):
                     self._storages.record_growth(written, op=op.name, **self._whose(node))
                 if real is UNKNOWN:
                     self._known.forget(written.untyped_storage()._cdata)
@@ -275,7 +308,28 @@ class Trace(Run):
             module = self.attribution.owner(node.variable)
         else:
             module = self.attribution.module_of_node(node._sequence_nr())
-        return {"module": module, "line": user_line()}
+        return {"module": module, "line": user_line(), "device": str(self._rules.device)}
+
+    def _is_host_s_own(self, tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
+        """Whether an op runs on the host beside the device: it is really run, and nothing of it is counted."""
+        if self._rules.on_host:
+            return False
+        return not any(tensor.is_meta for tensor in tensors) and kwargs.get("device") != META
+
+    def _record_scratch(self, func: Any, op: _Op, args: Any, kwargs: Any, node: Any) -> None:
+        """Records what the kernel allocates for itself, and that it gives it back."""
+        self._note_left_out(func)
+        derive = self._rules.scratch.get(func)
+        if derive is not None:
+            recorder = self._storages.recorder
+            made = [recorder.alloc(nbytes, op=op.name, **self._whose(node)) for nbytes in derive(*args, **kwargs)]
+            for event in made:
+                recorder.label(event, "scratch")
+                recorder.free(event)
+
+    def _note_left_out(self, called: Any) -> None:
+        if called in self._rules.left_out:
+            self.not_covered.add(self._rules.left_out[called])
 
     def _note_phase(self, node: Any) -> None:
         self._scalars.at_node(node)
@@ -286,12 +340,17 @@ class Trace(Run):
 
     def _make_scalars(self, op: _Op, args: tuple[Any, ...]) -> None:
         """Counts numbers that Python hands over among tensors; those of a gradient formula are tensors already."""
-        for slot in op.tensor_slots:
+        for slot in op.tensor_slots if self._rules.on_host else ():
             if slot < len(args) and isinstance(args[slot], (bool, int, float, complex)):
                 self._scalars.make(args[slot], op=op.name, module=self.attribution.module)
 
-    def _meet(self, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Lets real tensors from outside meet traced ones: meta tensors stand in for them and are not counted."""
+    def _meet(self, func: Any, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Lets real tensors meet traced ones where a real run does: meta tensors stand in for them and are not counted.
+
+        Raises:
+            ValueError: If a real tensor learns.
+            RuntimeError: If it is on the host, no single number, and the device's kernel does not take it from there.
+        """
         traced = sum(tensor.is_meta for tensor in tensors)
         if traced in (0, len(tensors)):
             return args, kwargs
@@ -300,6 +359,14 @@ class Trace(Run):
             raise ValueError(
                 f"{user_line()}: a tensor that learns was made outside the trace; build the model inside the with "
                 "block, or bring it in with model = run.to_device(model)"
+            )
+
+        many = not self._rules.on_host and any(not tensor.is_meta and tensor.dim() for tensor in tensors)
+        if many and func not in _ACROSS:
+            raise RuntimeError(
+                f"{user_line()}: {_describe(func).name}: Expected all tensors to be on the same device, but found at "
+                f"least two devices, {self._rules.device} and cpu! Bring the data over with run.to_device(data) or "
+                f".to({self._rules.device.type!r})"
             )
 
         def stand_in(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,16 @@
 """What real kernels do that the meta device does not show, one module for each side that differs.
 
 engine  what the tracer's own presence changes in autograd, undone
+layout  how the results of pointwise kernels lie in memory, on every device
+base    what a set of rules is
 cpu     what CPU kernels return and keep
-    layout  how the results of pointwise kernels lie in memory
+cuda    what CUDA kernels return and keep
 """
+
+from typing import Final
+
+from . import cpu, cuda
+from .base import Rules
+
+RULES: Final[dict[str, Rules]] = {rules.name: rules for rules in (cpu.RULES, cuda.RULES)}
+"""The rules that a trace can follow, by name."""

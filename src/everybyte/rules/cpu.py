@@ -6,7 +6,6 @@ meta kernel, and `FUNCTIONS` for composite functions that choose their path by d
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any, Final
 
@@ -14,10 +13,10 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
+from .base import Function, Rules, stating
 from .layout import iterated_strides
 
 aten: Final = torch.ops.aten
-Function = Callable[..., Any]
 
 KERNELS: Final[dict[Any, Function]] = {}
 """Op -> a function of the same arguments that returns, on the meta device, what the CPU kernel returns."""
@@ -26,18 +25,10 @@ FUNCTIONS: Final[dict[Any, Function]] = {}
 """Function of torch's Python face -> a function of the same arguments that takes the path it takes on CPU."""
 
 
-def _rule(table: dict[Any, Function], *names: Any) -> Callable[[Function], Function]:
-    def register(function: Function) -> Function:
-        table.update(dict.fromkeys(names, function))
-        return function
-
-    return register
-
-
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
-@_rule(FUNCTIONS, F.scaled_dot_product_attention)
+@stating(FUNCTIONS, F.scaled_dot_product_attention)
 def attention(
     query: Any,
     key: Any,
@@ -94,7 +85,7 @@ def _attention_choice(query: Any, key: Any, value: Any, mask: Any, dropout: floa
 # -- recurrent layers --------------------------------------------------------------------------------------------------
 
 
-@_rule(FUNCTIONS, torch.lstm)
+@stating(FUNCTIONS, torch.lstm)
 def lstm(input: Any, *rest: Any) -> Any:
     """An LSTM as oneDNN runs it, one call a layer and direction (`ATen/native/mkldnn/RNN.cpp`, `mkldnn_rnn`).
 
@@ -144,7 +135,7 @@ def _onednn_dtypes() -> frozenset[torch.dtype]:
     return frozenset({torch.float32, *(dtype for dtype, is_supported in halves.items() if is_supported())})
 
 
-@_rule(KERNELS, aten.mkldnn_rnn_layer.default)
+@stating(KERNELS, aten.mkldnn_rnn_layer.default)
 def mkldnn_rnn_layer(input: Any, w_ih: Any, w_hh: Any, b_ih: Any, b_hh: Any, hx: Any, cx: Any, *rest: Any) -> Any:
     """One layer and direction: [s, b, w] -> output [s, b, h], last h and c [b, h], oneDNN's workspace for backward."""
     (s, b, width), h = input.shape, hx.shape[-1]
@@ -154,7 +145,7 @@ def mkldnn_rnn_layer(input: Any, w_ih: Any, w_hh: Any, b_ih: Any, b_hh: Any, hx:
     return input.new_empty(s, b, h), torch.empty_like(hx), torch.empty_like(cx), workspace
 
 
-@_rule(KERNELS, aten.mkldnn_rnn_layer_backward.default)
+@stating(KERNELS, aten.mkldnn_rnn_layer_backward.default)
 def mkldnn_rnn_layer_backward(
     input: Any, w_ih: Any, w_hh: Any, b_ih: Any, b_hh: Any, hx: Any, cx: Any, *rest: Any
 ) -> Any:
@@ -266,7 +257,7 @@ for _function, _cell in ((torch.gru, _gru_cell), (torch.rnn_tanh, _tanh_cell), (
 # -- kernels whose outputs differ --------------------------------------------------------------------------------------
 
 
-@_rule(KERNELS, aten.native_layer_norm.default)
+@stating(KERNELS, aten.native_layer_norm.default)
 def native_layer_norm(input: Any, shape: Any, weight: Any, bias: Any, eps: float) -> Any:
     """Statistics in the input's dtype, in single precision where the weight's differs: `ATen/native/layer_norm.cpp`."""
     out, mean, rstd = aten.native_layer_norm.default(input, shape, weight, bias, eps)
@@ -274,7 +265,7 @@ def native_layer_norm(input: Any, shape: Any, weight: Any, bias: Any, eps: float
     return out, mean.to(dtype), rstd.to(dtype)
 
 
-@_rule(KERNELS, aten.native_batch_norm.default)
+@stating(KERNELS, aten.native_batch_norm.default)
 def native_batch_norm(input: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *rest: Any) -> Any:
     """Statistics in training only, in single precision if the dtypes differ (`ATen/native/Normalization.cpp`)."""
     kept = input.shape[1] if training else 0
@@ -283,37 +274,39 @@ def native_batch_norm(input: Any, weight: Any, bias: Any, mean: Any, var: Any, t
     return torch.empty_like(input, memory_format=_suggested_format(input)), *statistics
 
 
-@_rule(KERNELS, aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default)
+@stating(
+    KERNELS, aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default
+)
 def loss_backward(gradient: Any, input: Any, target: Any, *rest: Any) -> Any:
     """Contiguous, whatever the prediction's layout (`ATen/native/Loss.cpp`)."""
     return torch.empty(torch.broadcast_shapes(input.shape, target.shape), dtype=input.dtype, device="meta")
 
 
-@_rule(KERNELS, aten.binary_cross_entropy_backward.default)
+@stating(KERNELS, aten.binary_cross_entropy_backward.default)
 def binary_cross_entropy_backward(gradient: Any, input: Any, *rest: Any) -> Any:
     """Laid out as the prediction (`ATen/native/Loss.cpp`)."""
     return torch.empty_like(input)
 
 
-@_rule(KERNELS, aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
+@stating(KERNELS, aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
 def softmax_backward(gradient: Any, output: Any, dim: int, dtype: torch.dtype) -> Any:
     """Contiguous, whatever the incoming gradient's layout (`ATen/native/SoftMax.cpp`)."""
     return torch.empty(output.shape, dtype=dtype, device="meta")
 
 
-@_rule(KERNELS, aten.pow.Scalar)
+@stating(KERNELS, aten.pow.Scalar)
 def power_of_a_number(base: Any, exponent: Any) -> Any:
     """Contiguous, whatever the exponent's layout (`ATen/native/Pow.cpp`)."""
     return aten.pow.Scalar(base, exponent).contiguous()
 
 
-@_rule(KERNELS, aten.native_layer_norm_backward.default)
+@stating(KERNELS, aten.native_layer_norm_backward.default)
 def native_layer_norm_backward(gradient: Any, input: Any, *rest: Any) -> Any:
     """The input's gradient is contiguous, whatever the incoming one's layout (`ATen/native/layer_norm.cpp`)."""
     return aten.native_layer_norm_backward.default(gradient.contiguous(), input.contiguous(), *rest)
 
 
-@_rule(KERNELS, aten.native_batch_norm_backward.default)
+@stating(KERNELS, aten.native_batch_norm_backward.default)
 def native_batch_norm_backward(gradient: Any, input: Any, *rest: Any) -> Any:
     """The input's gradient has a standard layout, whatever the input's own (`ATen/native/Normalization.cpp`)."""
     d_input, d_weight, d_bias = aten.native_batch_norm_backward.default(gradient, input, *rest)
@@ -332,20 +325,20 @@ def _suggested_format(tensor: Any) -> torch.memory_format:
     return torch.contiguous_format
 
 
-@_rule(KERNELS, aten.binary_cross_entropy.default)
+@stating(KERNELS, aten.binary_cross_entropy.default)
 def binary_cross_entropy(input: Any, target: Any, weight: Any = None, reduction: int = 1) -> Any:
     """As `reduced_loss`, with a weight."""
     return reduced_loss(input, target, reduction)
 
 
-@_rule(KERNELS, aten.mse_loss.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default)
+@stating(KERNELS, aten.mse_loss.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default)
 def reduced_loss(input: Any, target: Any, reduction: int = 1, *rest: Any) -> Any:
     """The reduced loss sits in the storage that was made for the unreduced one (`ATen/native/Loss.cpp`)."""
     unreduced = input - target
     return unreduced if reduction == 0 else torch.empty(unreduced.shape, dtype=input.dtype, device="meta").resize_(())
 
 
-@_rule(KERNELS, aten._embedding_bag.default)
+@stating(KERNELS, aten._embedding_bag.default)
 def embedding_bag(weight: Any, indices: Any, offsets: Any, *rest: Any, **options: Any) -> Any:
     """The CPU kernel keeps one index more, and a copy of the bag sizes (`ATen/native/EmbeddingBag.cpp`)."""
     out, offset2bag, bag_size, max_indices = aten._embedding_bag.default(weight, indices, offsets, *rest, **options)
@@ -363,7 +356,7 @@ def embedding_bag(weight: Any, indices: Any, offsets: Any, *rest: Any, **options
 # -- composite on meta, a kernel on CPU --------------------------------------------------------------------------------
 
 
-@_rule(FUNCTIONS, F.one_hot)
+@stating(FUNCTIONS, F.one_hot)
 def one_hot(input: Any, num_classes: int = -1) -> Any:
     """Checks the range, then scatters into zeros (`ATen/native/Onehot.cpp`); meta compares with a range of numbers."""
     if num_classes <= 0 or input.numel() == 0:
@@ -385,13 +378,13 @@ class _Mish(torch.autograd.Function):
         return input.new_empty_strided(input.shape, iterated_strides(input.shape, (gradient, input)))
 
 
-@_rule(FUNCTIONS, torch._C._nn.mish)
+@stating(FUNCTIONS, torch._C._nn.mish)
 def mish(input: Any) -> Any:
     """Mish with the one tensor that its gradient's kernel makes; meta composes it (`ATen/native/Activation.cpp`)."""
     return _Mish.apply(input)
 
 
-@_rule(FUNCTIONS, torch.max_pool1d)
+@stating(FUNCTIONS, torch.max_pool1d)
 def max_pool1d(input: Any, *args: Any, **kwargs: Any) -> Any:
     """Pooling without indices where no gradient needs them (`ATen/native/Pooling.cpp`, `max_pool1d`)."""
     if torch.is_grad_enabled() and input.requires_grad:
@@ -405,7 +398,7 @@ def max_pool1d(input: Any, *args: Any, **kwargs: Any) -> Any:
 # -- one kernel in evaluation ------------------------------------------------------------------------------------------
 
 
-@_rule(KERNELS, aten._native_multi_head_attention.default)
+@stating(KERNELS, aten._native_multi_head_attention.default)
 def native_multi_head_attention(query: Any, key: Any, value: Any, embed_dim: int, num_head: int, *rest: Any) -> Any:
     """[b, s, h] -> output and weights, if asked for; all else is scratch: `ATen/native/transformers/attention.cpp`."""
     need_weights, average = [*rest[5:7], True, True][:2]
@@ -414,7 +407,10 @@ def native_multi_head_attention(query: Any, key: Any, value: Any, embed_dim: int
     return query.new_empty(b, s, embed_dim), query.new_empty(shape) if need_weights else None
 
 
-@_rule(KERNELS, aten._transformer_encoder_layer_fwd.default)
+@stating(KERNELS, aten._transformer_encoder_layer_fwd.default)
 def transformer_encoder_layer(src: Any, *rest: Any) -> Any:
     """A whole layer in one kernel; all else is scratch (`ATen/native/transformers/transformer.cpp`)."""
     return torch.empty_like(src)
+
+
+RULES: Final = Rules("cpu", torch.device("cpu"), KERNELS, FUNCTIONS)

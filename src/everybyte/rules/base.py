@@ -1,0 +1,55 @@
+"""What a set of rules is: one device, and what its kernels do otherwise than the meta device shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from . import layout
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Whose kernels' rules a trace follows.
+
+    Attributes:
+        name: As `everybyte.trace(rules=...)` takes it.
+        device: Where traced tensors say that they live.
+        kernels: Op -> a function of the same arguments that returns, on the meta device, what the device's kernel
+            returns.
+        functions: Function of torch's Python face -> a function of the same arguments that takes the device's path.
+        scratch: Op -> a function of the same arguments: the sizes in bytes of what its kernel allocates for itself and
+            gives back before it returns.
+        left_out: Op or function -> what it allocates that no rule derives.
+    """
+
+    name: str
+    device: torch.device
+    kernels: Mapping[Any, Function]
+    functions: Mapping[Any, Function]
+    scratch: Mapping[Any, Callable[..., Iterable[int]]] = field(default_factory=dict)
+    left_out: Mapping[Any, str] = field(default_factory=dict)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the device's memory is the host's, so that there is no other side for a tensor to be on."""
+        return self.device.type == "cpu"
+
+    def kernel(self, op: Any) -> Function:
+        """What runs in an op's place on the meta device."""
+        return self.kernels.get(op) or layout.as_iterated(op)
+
+
+def stating(table: dict[Any, Function], *names: Any) -> Callable[[Function], Function]:
+    """Decorates a function that states the rule for these ops or functions: it goes into the table under each."""
+
+    def register(function: Function) -> Function:
+        table.update(dict.fromkeys(names, function))
+        return function
+
+    return register

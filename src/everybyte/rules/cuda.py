@@ -1,0 +1,108 @@
+"""What CUDA kernels return and keep where the meta device shows something else.
+
+Nothing here was run on a GPU: every rule is read off PyTorch's source, and names the file and the function. Versions
+2.11 to 2.13 were read. Tables as in `cpu`, and two more: `SCRATCH`, what a kernel allocates for itself, and `LEFT_OUT`,
+what is known to be allocated and not derived here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from .base import Function, Rules, stating
+
+aten: Final = torch.ops.aten
+
+KERNELS: Final[dict[Any, Function]] = {}
+"""Op -> a function of the same arguments that returns, on the meta device, what the CUDA kernel returns."""
+
+FUNCTIONS: Final[dict[Any, Function]] = {}
+"""Function of torch's Python face -> a function of the same arguments that takes the path it takes on CUDA."""
+
+SCRATCH: Final[dict[Any, Function]] = {}
+"""Op -> a function of the same arguments: the sizes in bytes of what its kernel allocates for itself."""
+
+LEFT_OUT: Final[dict[Any, str]] = {}
+"""Op or function -> what it allocates that no rule derives."""
+
+
+# -- dropout -----------------------------------------------------------------------------------------------------------
+
+
+@stating(FUNCTIONS, torch.dropout)
+def dropout(input: Any, p: float, train: bool) -> Any:
+    """Dropout by one kernel that keeps a mask of a byte an element (`ATen/native/Dropout.cpp`, `dropout`).
+
+    It runs in training for 0 < p < 1 (`is_fused_kernel_acceptable`); otherwise, and in place, CUDA composes dropout as
+    the meta device does.
+    """
+    if not (train and 0 < p < 1 and input.numel() > 0):
+        return torch.dropout(input, p, train)
+    return torch.native_dropout(input, p, train)[0]
+
+
+@stating(KERNELS, aten.native_dropout.default)
+def native_dropout(input: Any, p: float, train: bool | None) -> Any:
+    """Output and mask, a bool an element, laid out as the input (`ATen/native/cuda/Dropout.cu`, `dropout_cuda`)."""
+    return torch.empty_like(input), torch.empty_like(input, dtype=torch.bool)
+
+
+@stating(KERNELS, aten.native_dropout_backward.default)
+def native_dropout_backward(gradient: Any, mask: Any, scale: float) -> Any:
+    """Laid out as the incoming gradient suggests (`ATen/native/cuda/Dropout.cu`, `dropout_backward_cuda`)."""
+    return torch.empty_like(gradient, memory_format=torch._prims_common.suggest_memory_format(gradient))
+
+
+# -- normalisation -----------------------------------------------------------------------------------------------------
+
+
+@stating(KERNELS, aten.native_layer_norm.default)
+def native_layer_norm(input: Any, shape: Any, weight: Any, bias: Any, eps: float) -> Any:
+    """Contiguous, the two statistics in the type that sums are kept in, single precision for halves.
+
+    `ATen/native/cuda/layer_norm_kernel.cu`, `layer_norm_cuda`.
+    """
+    rows = (*input.shape[: input.dim() - len(shape)], *(1 for _ in shape))
+    statistics = (input.new_empty(rows, dtype=accumulate_type(input.dtype)) for _ in range(2))
+    return input.new_empty(input.shape), *statistics
+
+
+@stating(KERNELS, aten.native_layer_norm_backward.default)
+def native_layer_norm_backward(
+    gradient: Any, input: Any, shape: Any, mean: Any, rstd: Any, weight: Any, bias: Any, needed: Any
+) -> Any:
+    """All contiguous (`ATen/native/cuda/layer_norm_kernel.cu`, `layer_norm_backward_cuda`)."""
+    made = (
+        like.new_empty(like.shape) if asked else None for like, asked in zip((input, weight, bias), needed, strict=True)
+    )
+    return tuple(made)
+
+
+@stating(SCRATCH, aten.native_layer_norm.default)
+def native_layer_norm_scratch(input: Any, *rest: Any) -> list[int]:
+    """The kernel reads contiguous memory (`layer_norm_cuda`, `expect_contiguous`)."""
+    return copies(input)
+
+
+@stating(SCRATCH, aten.native_layer_norm_backward.default)
+def native_layer_norm_backward_scratch(gradient: Any, input: Any, *rest: Any) -> list[int]:
+    """As in the forward pass (`LayerNormBackwardKernelImpl`)."""
+    return copies(input, gradient)
+
+
+# -- common to several -------------------------------------------------------------------------------------------------
+
+
+def accumulate_type(dtype: torch.dtype) -> torch.dtype:
+    """The type in which CUDA kernels sum numbers of a type (`ATen/AccumulateType.h`)."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def copies(*tensors: Any) -> list[int]:
+    """Bytes of the contiguous copies that a kernel makes of those operands that are not."""
+    return [t.numel() * t.element_size() for t in tensors if not t.is_contiguous()]
+
+
+RULES: Final = Rules("cuda", torch.device("cuda:0"), KERNELS, FUNCTIONS, SCRATCH, LEFT_OUT)
