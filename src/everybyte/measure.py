@@ -1,7 +1,7 @@
 """What a run really allocates: the same training code, executed, its allocations taken from PyTorch's profiler.
 
 The profiler reports each allocation and release of PyTorch's CPU allocator with its address and the op it happened in
-(`torch.profiler`, `profile_memory=True`). Nothing else watches the run, so nothing about it changes.
+(`torch.autograd.profiler`, `profile_memory=True`). Nothing else watches the run, so nothing about it changes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any, Final, Self
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.autograd.profiler import profile, record_function
 from torch.utils._pytree import tree_leaves
 
 from .attribution import Attribution, storage_of
@@ -22,7 +22,7 @@ from .timeline import Recorder, Timeline
 
 _MARK: Final = "everybyte:"
 _OPTIMIZER: Final = "Optimizer.step#"
-_ALLOCATION: Final = torch._C._profiler._EventType.Allocation
+_ALLOCATION: Final = "[memory]"  # also of a release (`torch/csrc/profiler/collection.cpp`, `Result::name`)
 _NODE: Final = "autograd::engine::evaluate_function: "
 
 # The profiler's library logs its start and stop to stderr, with a process id, at every level below this.
@@ -65,7 +65,7 @@ class Measurement(Run):
         _running.append(self)
         os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)
         self._exit = ExitStack()
-        self._profile = self._exit.enter_context(profile(activities=[ProfilerActivity.CPU], profile_memory=True))
+        self._profile = self._exit.enter_context(profile(profile_memory=True))
         self._exit.enter_context(self._attribution.following())
         return self
 
@@ -125,8 +125,7 @@ class Measurement(Run):
         collects = gc.isenabled()
         gc.disable()  # the tree is large and has no cycles
         try:
-            for event in self._profile.profiler.kineto_results.experimental_event_tree():
-                reader.visit(event)
+            reader.read(self._profile.kineto_results.experimental_event_tree())
         finally:
             if collects:
                 gc.enable()
@@ -154,39 +153,40 @@ class _Reader:
         self._kernel: str | None = None
         self._made_in_kernel: list[int] = []
 
-    def visit(self, event: Any) -> None:
-        if event.tag == _ALLOCATION:
-            return self._allocation(event.extra_fields)
-        if self._kernel is not None:  # whatever a kernel calls is its own affair
-            return self._children(event)
-        name = event.name
-        if name.startswith(_MARK):
-            self._mark(*name.removeprefix(_MARK).split(":", 1))
-        elif name.startswith(_NODE):
+    def read(self, events: list[Any]) -> None:
+        """Reads the events of one level of the tree and what lies below them."""
+        for event in events:
+            name = event.name
+            if name == _ALLOCATION:
+                self._allocation(event.extra_fields)
+            elif self._kernel is not None:  # whatever a kernel calls is its own affair
+                self.read(event.children)
+            elif name.startswith(_MARK):
+                self._mark(*name.removeprefix(_MARK).split(":", 1))
+            elif children := event.children:
+                self._inside(name, event, children)
+
+    def _inside(self, name: str, event: Any, children: list[Any]) -> None:
+        if name.startswith(_NODE):
             self._node = event.extra_fields.sequence_number
-            self._children(event)
+            self.read(children)
             self._node = None
         elif name.startswith(_OPTIMIZER):
             self._optimizer = True
-            self._children(event)
+            self.read(children)
             self._optimizer = False
-        elif event.children:
-            if _is_kernel(name, any(child.name == name for child in event.children)):
-                self._in_kernel(name, event)
-            else:
-                self._children(event)
+        elif _is_kernel(name, any(child.name == name for child in children)):
+            self._in_kernel(name, children)
+        else:
+            self.read(children)
 
-    def _in_kernel(self, name: str, event: Any) -> None:
+    def _in_kernel(self, name: str, children: list[Any]) -> None:
         self._kernel, self._made_in_kernel = name.split("::")[1], []
-        self._children(event)
+        self.read(children)
         self._kernel = None
         for storage in self._made_in_kernel:
             if not self.recorder.is_live(storage):
                 self.recorder.label(storage, "scratch")
-
-    def _children(self, event: Any) -> None:
-        for child in event.children:
-            self.visit(child)
 
     def _mark(self, kind: str, text: str) -> None:
         match kind:
