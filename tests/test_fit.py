@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 
 import everybyte as eb
 from everybyte.formulas import ops, tft
+from everybyte.models.gpt import Block, GPTConfig
 from everybyte.models.tft import TFT, TFTConfig, quantile_loss
 
 B, S = [1, 2, 3, 5], [4, 7, 9, 12]
@@ -118,6 +120,55 @@ def test_what_the_tft_keeps_is_found_in_batch_and_history_length(name):
     for b, s in ((4, 33), (11, 50)):  # a real run, of sizes that were not traced
         assert eb.saved(build(b, s)).total_bytes == fitted.subs({tft.b: b, tft.s: s})
 
+
+# -- the decoder layer -------------------------------------------------------------------------------------------------
+
+LAYER_SIZES = {"b": [1, 2, 3, 5], "s": [8, 16, 24, 40, 50], "h": [16, 32, 48, 80], "a": [1, 2, 4, 8]}
+SCORES, STATES, STATISTICS = ops.b * ops.a * ops.s**2, ops.b * ops.s * ops.h, 16 * ops.b * ops.s
+
+
+def layer(**switches):
+    def build(b, s, h, a):
+        block = Block(GPTConfig(hidden=h, heads=a, context=s, **switches))
+        x = torch.empty(b, s, h, dtype=block.config.torch_dtype, requires_grad=True)
+        return lambda: block(x)
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("switches", "expected"),
+    [
+        ({}, 34 * STATES + 5 * SCORES + STATISTICS),
+        ({"mask": "boolean"}, 34 * STATES + 5 * SCORES + STATISTICS + ops.s**2),
+        ({"dropout": 0.0}, 32 * STATES + 2 * SCORES + STATISTICS),
+        ({"mlp": "relu"}, 26 * STATES + 5 * SCORES + STATISTICS),
+    ],
+    ids=["dropout", "boolean mask", "no dropout", "relu"],
+)
+def test_what_a_decoder_layer_keeps_on_a_gpu_is_found_in_four_sizes(switches, expected):
+    build = layer(**switches)
+    fitted = eb.fit_formula(build, **LAYER_SIZES)
+    assert sp.expand(fitted - expected) == 0
+    chance = random.Random(1)
+    for _ in range(10):
+        a = chance.randint(1, 9)
+        sizes = {"b": chance.randint(1, 9), "s": chance.randint(2, 99), "h": a * chance.randint(1, 30), "a": a}
+        with eb.trace(rules="cuda"):
+            traced = eb.saved(build(**sizes)).total_bytes
+        assert fitted.subs({getattr(ops, name): size for name, size in sizes.items()}) == traced
+
+
+def test_a_swiglu_whose_width_is_two_thirds_of_4h_rounded_down_is_refused_and_at_multiples_of_three_found():
+    message = refusal(layer(mlp="swiglu"), rules="cuda", **LAYER_SIZES)
+    assert "no polynomial" in message
+    sizes = {**LAYER_SIZES, "h": [24, 48, 72, 96]}
+    wide = 4 * 2 * ops.b * ops.s * sp.Rational(8, 3) * ops.h  # gate, silu(gate), up and their product
+    rest = 34 * STATES - 2 * 8 * STATES  # of 34 the MLP's two tensors of width 4h
+    assert sp.expand(eb.fit_formula(layer(mlp="swiglu"), **sizes) - wide - rest - 5 * SCORES - STATISTICS) == 0
+
+
+# -- peaks -------------------------------------------------------------------------------------------------------------
 
 OPTIMIZERS = {"SGD": lambda p: torch.optim.SGD(p, lr=0.1), "Adam": torch.optim.Adam}
 

@@ -152,7 +152,7 @@ class _Traces:
     """The bytes at each combination of sizes, each traced once."""
 
     def __init__(self, build: Callable[..., Any], quantity: str, rules: str, names: tuple[str, ...]) -> None:
-        self._build, self._quantity, self._rules, self._names = build, quantity, rules, names
+        self._build, self.quantity, self._rules, self._names = build, quantity, rules, names
         self.symbols = tuple(sp.Symbol(name, positive=True, integer=True) for name in names)
         self.nbytes: dict[Sizes, int] = {}
 
@@ -187,12 +187,12 @@ class _Traces:
             step = self._build(**sizes)
             if not callable(step):
                 raise TypeError(f"build returned {type(step).__name__}: return the step, a function of no arguments")
-            if self._quantity == "saved":
+            if self.quantity == "saved":
                 return saved(step).total_bytes
             for _ in run.steps(1):
                 step()
         timeline = run.timeline
-        return timeline.peak_bytes if self._quantity == "peak" else timeline.peak_above_start
+        return timeline.peak_bytes if self.quantity == "peak" else timeline.peak_above_start
 
 
 # -- the polynomial ----------------------------------------------------------------------------------------------------
@@ -247,9 +247,10 @@ def _no_polynomial(
     traces: _Traces, polynomial: sp.Poly, broken: Sizes, columns: Sequence[Sizes], limit: Sizes
 ) -> ValueError:
     highest = [str(symbol**power) for symbol, power in zip(traces.symbols, limit, strict=True) if power]
+    moves = "" if traces.quantity == "saved" else ", or the peak moves to another place in the step"
     return ValueError(
         f"no polynomial with powers up to {', '.join(highest) or 'none'} gives the traced bytes. It breaks at "
         f"{traces.named(broken)}: the one that fits larger sizes gives {polynomial(*broken)} B there, the trace "
-        f"{traces(broken)} B. Either a size is rounded or decides a branch, or a peak moves to another place, or a "
-        "power is higher: raise degree, or give the size more values (k of them allow k - 2)"
+        f"{traces(broken)} B. Either a size is rounded or decides a branch{moves}, or a power is higher: raise degree, "
+        "or give the size more values (k of them allow k - 2)"
     )
