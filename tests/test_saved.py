@@ -203,13 +203,102 @@ def test_gradients_are_right_though_an_in_place_operation_was_looked_at():
     torch.testing.assert_close(looked_at, plain)
 
 
-@either_way
-def test_what_checkpointing_packs_away_is_not_counted(rules):
-    def forward() -> torch.Tensor:
-        block, x = nn.Sequential(nn.Linear(HIDDEN, 8), nn.ReLU(inplace=True), nn.Dropout(0.1, inplace=True)), states()
-        return checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+# -- what hooks have packed away ---------------------------------------------------------------------------------------
 
-    assert eb.saved(forward, rules=rules).total_bytes == 0
+
+class Doubled(torch.autograd.Function):
+    """Keeps a tensor by hand."""
+
+    @staticmethod
+    def forward(context, x: torch.Tensor) -> torch.Tensor:
+        context.factor = torch.full_like(x, 2.0)
+        return x * 2
+
+    @staticmethod
+    def backward(context, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * context.factor
+
+
+def as_bytes() -> torch.autograd.graph.saved_tensors_hooks:
+    """Activations kept as int8 with their scale."""
+
+    def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = tensor.detach().abs().max() / 127
+        return (tensor.detach() / scale).to(torch.int8), scale
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed[0] * packed[1])
+
+
+def sharp(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with as_bytes():
+        return torch.sin(block(x))
+
+
+def segments() -> dict:
+    """Forward passes whose nodes hold what they keep indirectly. The module is made outside, the input inside."""
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(HIDDEN, 8), nn.ReLU(inplace=True), nn.Dropout(0.1, inplace=True), nn.Linear(8, 8))
+    again = {"use_reentrant": False, "preserve_rng_state": False}
+
+    def nested(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(block, torch.sin(x), **again).relu()
+
+    def closed_over(x: torch.Tensor) -> torch.Tensor:
+        shift = x.detach() + 1
+        return checkpoint(lambda: block(x * shift), **again)
+
+    return {
+        "checkpoint": lambda: checkpoint(block, states(), use_reentrant=False),
+        "without its random state": lambda: checkpoint(block, states(), **again),
+        "reentrant": lambda: checkpoint(block, states(), use_reentrant=True),
+        "nested": lambda: checkpoint(nested, states(), **again),
+        "twice over": lambda: checkpoint(block, checkpoint(torch.tanh, states(), **again), **again),
+        "a list": lambda: checkpoint(lambda xs: block(xs[0] * xs[1]), [states(), states()], **again),
+        "by name": lambda: checkpoint(lambda x: block(x).exp(), x=states(), **again),
+        "closed over": lambda: closed_over(states()),
+        "by hand": lambda: Doubled.apply(block(states())),
+        "as bytes": lambda: sharp(block[0], states().detach()),
+    }
+
+
+@pytest.mark.parametrize("name", segments())
+def test_what_hooks_hold_is_what_a_measured_forward_pass_leaves_alive(name):
+    forward = segments()[name]
+    with eb.measure(device="cpu") as run:
+        output = forward()
+    kept = eb.saved(forward)
+    assert kept.total_bytes + kept.output.unsaved_bytes == run.timeline.live_bytes[-1]
+    del output
+
+
+@pytest.mark.parametrize("name", segments())
+def test_what_hooks_hold_is_the_same_in_a_trace(name):
+    real, traced = eb.saved(segments()[name]), eb.saved(lambda: segments()[name](), rules="cpu")
+    assert traced.total_bytes == real.total_bytes
+    assert sorted(traced.frame()["nbytes"]) == sorted(real.frame()["nbytes"])
+
+
+def test_a_checkpoint_keeps_its_input_and_the_generator_s_state():
+    kept = eb.saved(segments()["checkpoint"]).frame()
+    assert kept[["nbytes", "op", "role", "operand"]].values.tolist() == [
+        [4 * BATCH * SEQUENCE * HIDDEN, "checkpoint", "input", "input"],
+        [torch.get_rng_state().nbytes, "checkpoint", "activation", "random state"],
+    ]
+    assert kept["why"][0] == "computed anew in backward, with all that lies between, from this"
+
+
+@either_way
+def test_a_checkpoint_round_each_linear_layer_saves_nothing(rules):
+    """Asked of PyTorch's developers: a layer's input is what the checkpoint keeps and what the layer keeps."""
+
+    def forward(again: bool) -> torch.Tensor:
+        x = torch.ones(137, 256)
+        for layer in [nn.Linear(256, 256) for _ in range(8)]:
+            x = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False) if again else layer(x)
+        return x
+
+    plain, checkpointed = (eb.saved(lambda again=again: forward(again), rules=rules) for again in (False, True))
+    assert plain.total_bytes == checkpointed.total_bytes == 8 * 4 * 137 * 256
 
 
 # -- what the rows say -------------------------------------------------------------------------------------------------

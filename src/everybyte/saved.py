@@ -11,7 +11,7 @@ import inspect
 import re
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -19,6 +19,7 @@ import pandas as pd
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import _CheckpointFrame
 
 from .attribution import Attribution
 from .trace import active, trace
@@ -142,7 +143,7 @@ def _collect(
     inputs = {_storage(tensor) for tensor in (*leaves, *_closed_over(function))} | attribution.given
     rows: dict[int, dict[str, Any]] = {}
     parameter_bytes: dict[int, int] = {}
-    kept = [_Kept(node._sequence_nr(), _op_name(node.name()), *named) for node in nodes for named in _operands(node)]
+    kept = [*_operands(nodes), *_recomputed_from(nodes)]
     for number, op, operand, tensor in sorted([*kept, *hidden.kept()], key=lambda kept: kept.number):
         storage, nbytes = _storage(tensor), tensor.untyped_storage().nbytes()
         if not counts(tensor):
@@ -196,21 +197,68 @@ def _graph(roots: list[Any]) -> list[Any]:
     return sorted(found, key=lambda node: node._sequence_nr())
 
 
-def _operands(node: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that a node itself holds, by their names in PyTorch's derivative formulas.
+def _operands(nodes: list[Any]) -> Iterator[_Kept]:
+    """What the nodes themselves hold, by its names in PyTorch's derivative formulas, as it is or as hooks packed it."""
+    for node in nodes:
+        number, op = node._sequence_nr(), _op_name(node.name())
+        for operand, kept in _raw(node):
+            for tensor in _in(kept.data):
+                yield _Kept(number, op, operand, tensor)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            for operand, value in vars(node).items():  # what a function wrote on its context by itself
+                for tensor in _in(value):
+                    yield _Kept(number, op, operand, tensor)
 
-    What hooks have packed away (checkpointing, offloading) is held by them and not by the node.
+
+def _recomputed_from(nodes: list[Any]) -> Iterator[_Kept]:
+    """What checkpointing computes a segment anew from: its hooks, which the segment's nodes hold, hold it.
+
+    `torch/utils/checkpoint.py`, `_CheckpointFrame`. A reentrant segment is a node, whose operands these are.
     """
+    seen: set[_CheckpointFrame] = set()
+
+    def of(frame: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        if not isinstance(frame, _CheckpointFrame) or frame in seen:
+            return
+        seen.add(frame)
+        for argument in frame.saved_args:
+            if isinstance(argument, torch._C._autograd.SavedTensor):
+                yield from (("input", tensor) for tensor in _in(argument.data))
+                yield from of(_surroundings(argument.unpack_hook).get("frame"))  # a segment in a segment
+            else:
+                yield from (("input", tensor) for tensor in _in(argument))
+        around = _surroundings(frame.recompute_fn)
+        yield from (("input", tensor) for tensor in _in([around["kwargs"], list(_surroundings(around["fn"]).values())]))
+        yield from (("random state", tensor) for tensor in _in(around.get("fwd_cpu_state")))
+
+    for node in nodes:
+        for _, kept in _raw(node):
+            for operand, tensor in of(_surroundings(kept.unpack_hook).get("frame")):
+                yield _Kept(node._sequence_nr(), "checkpoint", operand, tensor)
+
+
+def _raw(node: Any) -> Iterator[tuple[str, Any]]:
+    """The saved tensors of a node, packed, and their names."""
     for name in dir(node):
         if name.startswith("_raw_saved_"):
             raw = getattr(node, name)
+            operand = "saved by the function" if name == "_raw_saved_tensors" else name.removeprefix("_raw_saved_")
             for kept in raw if isinstance(raw, (tuple, list)) else (raw,):
-                if kept is not None and kept.unpack_hook is None and isinstance(tensor := kept.data, torch.Tensor):
-                    yield name.removeprefix("_raw_saved_"), tensor
-    if isinstance(node, torch.autograd.function.BackwardCFunction):
-        for kept in node._raw_saved_tensors:
-            if kept.unpack_hook is None and isinstance(tensor := kept.data, torch.Tensor):
-                yield "saved by the function", tensor
+                if kept is not None:
+                    yield operand, kept
+
+
+def _in(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _surroundings(function: Any) -> dict[str, Any]:
+    """The variables around a function that it holds on to, those that have a value."""
+    names, held = getattr(getattr(function, "__code__", None), "co_freevars", ()), {}
+    for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=False):
+        with suppress(ValueError):  # empty
+            held[name] = cell.cell_contents
+    return held
 
 
 def _closed_over(function: Callable[[], Any]) -> list[torch.Tensor]:
@@ -303,6 +351,8 @@ _REASONS: Final = {
     ("embedding", "indices"): "which rows of the table were read, so that their gradients go back there",
     ("index", "indices"): "which elements were read, so that their gradients go back there",
     ("nll_loss", "target"): "which class was right",
+    ("checkpoint", "input"): "computed anew in backward, with all that lies between, from this",
+    ("checkpoint", "random state"): "the generator's, so that the same random numbers are drawn again in backward",
     ("mkldnn_rnn_layer", "result3"): "oneDNN's workspace: the gates of every step",
 }
 """What PyTorch's derivative formulas (`tools/autograd/derivatives.yaml`) need an operand for, where worth saying."""
