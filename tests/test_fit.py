@@ -378,6 +378,19 @@ def test_a_step_that_the_rules_do_not_cover_is_refused():
     assert "CumprodBackward0" in refusal(build, quantity="peak", b=[1, 2, 3])
 
 
+def test_a_forward_pass_under_autocast_is_refused():
+    def build(b):
+        layer, x = nn.Linear(b, b), ones(b, b)
+
+        def step():
+            with torch.autocast("cpu", torch.bfloat16):
+                return layer(x)
+
+        return step
+
+    assert "autocast" in refusal(build, b=[1, 2, 3])
+
+
 def identity(**sizes):
     x = ones(*sizes.values())
     return lambda: x.exp()

@@ -252,8 +252,11 @@ def test_a_tensor_of_losses_is_made_of_unknown_values():
 
 
 def test_autocast_is_not_reproduced_and_said_so():
-    with eb.trace() as run, torch.autocast("cpu", torch.bfloat16):
-        mlp()(run.to_device(np.ones((4, 8), "float32")))
+    with eb.trace() as run:
+        layer, x = nn.Linear(8, 8), run.to_device(np.ones((4, 8), "float32"))
+        assert run.not_covered == set()
+        with torch.autocast("cpu", torch.bfloat16):
+            layer(x)
     assert run.not_covered == {"autocast"}
     assert run.timeline.info["not_covered"] == ["autocast"]
 

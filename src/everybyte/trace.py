@@ -182,6 +182,8 @@ class Trace(Run):
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a call of torch's Python face, by the path that the rules give."""
+        if torch.is_autocast_enabled("cpu"):  # seen from here alone: below autograd it looks switched off
+            self.not_covered.add("autocast")
         self._calls.append((function, _current_node()))
         try:
             out = self._rules.functions.get(function, function)(*args, **kwargs)
@@ -257,8 +259,6 @@ class Trace(Run):
             return args[0]
         op = _describe(func)
         self._note_phase(node)
-        if torch.is_autocast_enabled("cpu"):
-            self.not_covered.add("autocast")
         if node is not None and node.name() in engine.NOT_REPRODUCED:
             self.not_covered.add(node.name())
         tensors = _tensors(args, kwargs)
