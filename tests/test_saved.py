@@ -381,6 +381,27 @@ def test_by_sums_to_the_total_and_refuses_a_column_that_is_not_there():
 # -- that looking changes nothing --------------------------------------------------------------------------------------
 
 
+@either_way
+def test_a_partition_puts_every_storage_under_one_name(rules):
+    kept = eb.saved(lambda: mlp(nn.GELU())(states()), rules=rules)
+    parts = {"inputs": ("0 addmm mat1", "2 addmm mat1"), "GELU": "1 gelu *", "softmax": "* softmax *"}
+    one = BATCH * SEQUENCE * HIDDEN * 4
+    assert kept.partition(parts) == {"inputs": one + 4 * one, "GELU": 4 * one, "softmax": 0}
+
+
+@pytest.mark.parametrize(
+    "patterns, message",
+    [
+        ({"inputs": "* addmm *"}, "'1 gelu self', 1,024 B, fits no name"),
+        ({"inputs": "* addmm *", "all": "*"}, "'0 addmm mat1', 256 B, fits 'inputs' and 'all'"),
+    ],
+)
+def test_a_partition_that_leaves_a_storage_out_or_counts_it_twice_is_refused(patterns, message):
+    kept = eb.saved(lambda: mlp(nn.GELU())(torch.ones(4, HIDDEN)))
+    with pytest.raises(ValueError, match=message):
+        kept.partition(patterns)
+
+
 def test_saved_holds_no_tensor():
     made: list[weakref.ref] = []
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import inspect
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Final, NamedTuple
 
 import pandas as pd
@@ -114,8 +115,39 @@ class Saved:
         table = pd.DataFrame({"nbytes": groups.sum(), "storages": groups.count()})
         return table.sort_values("nbytes", ascending=False, kind="stable")
 
+    def partition(self, patterns: Mapping[str, str | Sequence[str]]) -> dict[str, int]:
+        """Kept bytes under names of one's own, so that none is left unexplained.
+
+            >>> layer = torch.nn.Linear(4, 8)
+            >>> saved(lambda: layer(torch.ones(2, 4)).relu()).partition({"input": "* addmm mat1", "ReLU": "* relu *"})
+            {'input': 32, 'ReLU': 64}
+
+        Args:
+            patterns: For each name one pattern, or several, for a storage's "module op operand"; `*` stands for any
+                text (`fnmatch`).
+
+        Returns:
+            Bytes for each name, in the given order; 0 where nothing was kept. They add up to `total_bytes`.
+
+        Raises:
+            ValueError: If a storage fits none of the names, or two of them.
+        """
+        parts = dict.fromkeys(patterns, 0)
+        for row in self.rows:
+            place = " ".join((row["module"], row["op"], row["operand"]))
+            fits = [name for name, several in patterns.items() if _fits(place, several)]
+            if len(fits) != 1:
+                found = f"fits {' and '.join(map(repr, fits))}" if fits else "fits no name"
+                raise ValueError(f"{place!r}, {row['nbytes']:,} B, {found}: give patterns so that it fits one")
+            parts[fits[0]] += row["nbytes"]
+        return parts
+
     def __repr__(self) -> str:
         return f"<Saved: {self.total_bytes:,} B in {len(self.rows):,} storages>"
+
+
+def _fits(place: str, patterns: str | Sequence[str]) -> bool:
+    return any(fnmatchcase(place, pattern) for pattern in ([patterns] if isinstance(patterns, str) else patterns))
 
 
 # -- the walk ----------------------------------------------------------------------------------------------------------
