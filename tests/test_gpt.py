@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 import everybyte as eb
 from everybyte.models.gpt import CHOICES, GPT, IGNORED, Block, GPTConfig, KVCache, QuantizedKVCache, generate
+from everybyte.run import Run
+from everybyte.saved import Saved
 
 SMALL = GPTConfig(vocabulary=96, context=16, layers=2, hidden=48, heads=4, dtype="float32")
 B, S = 3, 16
@@ -80,7 +82,7 @@ def test_a_swiglu_mlp_of_8h_3_has_as_many_weights_as_a_gelu_mlp_of_4h():
 # -- what it keeps, on a CPU -------------------------------------------------------------------------------------------
 
 
-def kept_by_block(config: GPTConfig, rules: str | None = None, batch: int = B, sequence: int = S) -> eb.saved.Saved:
+def kept_by_block(config: GPTConfig, rules: str | None = None, batch: int = B, sequence: int = S) -> Saved:
     def forward() -> torch.Tensor:
         x = torch.randn(batch, sequence, config.hidden, dtype=config.torch_dtype, requires_grad=True)
         return Block(config)(x)
@@ -142,6 +144,33 @@ def test_shared_keys_and_values_are_kept_once_for_all_their_queries(attention, r
     assert own - shared == 4 * 2 * (4 - 1) * B * S * SMALL.head_width
 
 
+GENERATOR = torch.get_rng_state().nbytes  # on the host; kept where something is drawn again
+
+
+@either_way
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_full_checkpointing_keeps_the_input_of_each_layer(layers, dropout, rules):
+    config = replace(SMALL, layers=layers, checkpoint="full", dtype="bfloat16", dropout=dropout)
+
+    def forward() -> torch.Tensor:
+        x = torch.randn(B, S, config.hidden, dtype=torch.bfloat16, requires_grad=True)
+        for block in [Block(config) for _ in range(layers)]:
+            x = block(x)
+        return x
+
+    assert eb.saved(forward, rules).total_bytes == layers * (2 * S * B * config.hidden + GENERATOR * (dropout > 0))
+
+
+@either_way
+@pytest.mark.parametrize("attention", CHOICES["attention"])
+def test_selective_checkpointing_keeps_the_linear_terms_and_no_score(attention, rules):
+    """16 sbh elements and two masks; queries, keys and values are kept as before, the core's output by its product."""
+    config = replace(SMALL, checkpoint="selective", attention=attention, dtype="bfloat16")
+    sbh, statistics = S * B * config.hidden, 4 * S * B
+    assert kept_by_block(config, rules).total_bytes == 2 * (16 * sbh + 2 * sbh + statistics) + GENERATOR
+
+
 @pytest.mark.parametrize("b", [1, 2])
 @each_switch
 def test_a_trace_keeps_row_for_row_what_a_real_forward_pass_keeps(switch, b):
@@ -159,7 +188,7 @@ def test_a_trace_keeps_row_for_row_what_a_real_forward_pass_keeps(switch, b):
 # -- traced and measured -----------------------------------------------------------------------------------------------
 
 
-def two_steps(run: eb.run.Run, config: GPTConfig, batch: int) -> eb.Timeline:
+def two_steps(run: Run, config: GPTConfig, batch: int) -> eb.Timeline:
     rng = np.random.default_rng(0)
     data = {name: rng.integers(0, config.vocabulary, (batch, config.context)) for name in ("tokens", "targets")}
     torch.manual_seed(0)
