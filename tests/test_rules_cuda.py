@@ -1,11 +1,18 @@
 """What CUDA kernels keep, on a machine without a GPU: expected bytes are arithmetic on PyTorch's source."""
 
+import dataclasses
+import math
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import everybyte as eb
+from everybyte.rules import RULES
 
 BF16 = torch.bfloat16
 
@@ -50,6 +57,203 @@ def test_layer_norm_keeps_its_input_and_two_statistics_in_the_type_it_sums_in(dt
         return nn.LayerNorm(64, dtype=dtype)(torch.empty(4, 8, 64, dtype=dtype))
 
     assert [row["nbytes"] for row in kept(forward).rows] == [2048 * dtype.itemsize, 32 * statistic, 32 * statistic]
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+def qkv(*shape, kv_heads=None, dtype=BF16):
+    """Query, key and value [b, a, s, d] that learn."""
+    b, a, s, d = shape
+    return tuple(parameter(b, heads, s, d, dtype=dtype) for heads in (a, kv_heads or a, kv_heads or a))
+
+
+def backends(call):
+    """The attention ops that a call ran."""
+    with eb.trace(rules="cuda") as run:
+        call()
+    ops = set(run.timeline.frame()["op"])
+    return {op for op in ops if op.startswith("_scaled") or op == "_safe_softmax"}, run
+
+
+@pytest.mark.parametrize(
+    "call, op",
+    [
+        (lambda: F.scaled_dot_product_attention(*qkv(2, 4, 8, 16)), "flash"),
+        (lambda: F.scaled_dot_product_attention(*qkv(2, 4, 8, 16), dropout_p=0.1, is_causal=True), "flash"),
+        (lambda: F.scaled_dot_product_attention(*qkv(2, 4, 8, 16, kv_heads=2), enable_gqa=True), "flash"),
+        (lambda: F.scaled_dot_product_attention(*qkv(2, 4, 8, 16, dtype=torch.float32)), "efficient"),
+        (lambda: F.scaled_dot_product_attention(*qkv(2, 4, 8, 16), torch.ones(8, 8, dtype=torch.bool)), "efficient"),
+        (lambda: F.scaled_dot_product_attention(*qkv(2, 4, 8, 264)), "efficient"),
+        (lambda: F.scaled_dot_product_attention(*qkv(2, 4, 8, 16, dtype=torch.float64)), None),
+        (lambda: F.scaled_dot_product_attention(*qkv(2, 4, 8, 6, dtype=torch.float32)), None),
+        (
+            lambda: F.scaled_dot_product_attention(
+                *qkv(2, 4, 8, 16, kv_heads=2), torch.ones(8, 8, dtype=torch.bool), enable_gqa=True
+            ),
+            None,
+        ),
+    ],
+)
+def test_attention_takes_the_kernel_that_a_gpu_takes(call, op):
+    ran, run = backends(call)
+    assert ran == ({f"_scaled_dot_product_{op}_attention"} if op else {"_safe_softmax"})
+    assert bool(run.remarks) == (op is None)
+
+
+def test_attention_that_makes_its_scores_says_how_large_they_are_and_why():
+    call = lambda: F.scaled_dot_product_attention(*qkv(2, 4, 8, 16), torch.ones(8, 8), enable_gqa=True)  # noqa: E731
+    with sdpa_kernel(SDPBackend.MATH):
+        _, run = backends(call)
+    (remark,) = run.remarks
+    assert "test_rules_cuda.py:" in remark
+    assert f"[2, 4, 8, 8], {2 * 4 * 8 * 8 * 4:,} B" in remark  # in fp32
+    assert "flash: switched off; memory-efficient: switched off" in remark
+
+
+def test_a_choice_of_kernels_that_none_fits_fails_as_on_a_gpu():
+    with (
+        sdpa_kernel(SDPBackend.FLASH_ATTENTION),
+        pytest.raises(RuntimeError, match=r"No available kernel.*not .*float32"),
+    ):
+        backends(lambda: F.scaled_dot_product_attention(*qkv(2, 4, 8, 16, dtype=torch.float32)))
+
+
+def test_flash_attention_keeps_its_operands_its_output_a_log_sum_exp_and_the_generator_s_state():
+    b, s, h, a = 1, 4096, 8192, 32
+
+    def forward():
+        project, back = (nn.Linear(h, n, bias=False, dtype=BF16) for n in (3 * h, h))
+        x = torch.empty(b, s, h, dtype=BF16)
+        q, k, v = (part.view(b, s, a, h // a).transpose(1, 2) for part in project(x).chunk(3, dim=-1))
+        return back(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, h))
+
+    saved = kept(forward)
+    by_operand = {row["operand"]: row["nbytes"] for row in saved.rows}
+    assert by_operand["rng_state"] == 2 * 8 and by_operand["unused"] == 8
+    assert by_operand["logsumexp"] == 4 * b * s * a
+    without_state = saved.total_bytes - 24
+    assert without_state == 2 * s * b * h + 6 * s * b * h + 2 * s * b * h + 4 * s * b * a == 336_068_608
+    assert without_state + saved.output.unsaved_bytes == 403_177_472
+
+
+def test_the_memory_efficient_kernel_pads_its_log_sum_exp_and_keeps_its_seed_on_the_host():
+    b, a, s, d = 2, 4, 33, 16
+    saved = kept(lambda: F.scaled_dot_product_attention(*qkv(b, a, s, d, dtype=torch.float32), dropout_p=0.1))
+    assert sorted(row["nbytes"] for row in saved.rows) == sorted([4 * b * a * s * d, 4 * b * a * 64])
+
+
+def test_flash_attention_splits_the_keys_where_there_are_too_few_queries_to_fill_the_gpu():
+    b, a, s, t, d = 1, 4, 1, 4096, 128
+    # 4 blocks of queries for 2 x 108 places, 32 blocks of 128 keys. Splitting n ways fills 4n/216 of the places; the
+    # fewest parts that fill 85 % as many as the best number, 32, does are 32 (next lower with other blocks a part: 16).
+    with eb.trace(rules="cuda") as run:
+        query, key, value = (torch.empty(b, a, length, d, dtype=BF16) for length in (s, t, t))
+        F.scaled_dot_product_attention(query, key, value)
+        F.scaled_dot_product_attention(*qkv(4, 16, 256, d))  # 4 x 16 x 4 blocks of 64 queries fill it as they are
+    scratch = run.timeline.frame().query("category == 'scratch' and action == 'alloc'")["nbytes"].tolist()
+    assert scratch == [4 * 32 * b * a * s, 4 * 32 * b * a * s * d]
+
+
+def test_flash_attention_s_backward_sums_in_single_precision_beside_its_gradients():
+    b, a, s, d = 2, 4, 130, 40
+    with eb.trace(rules="cuda") as run:
+        q, k, v = qkv(b, a, s, d)
+        F.scaled_dot_product_attention(q, k, v).sum().backward()
+    frame = run.timeline.frame().query("op == '_scaled_dot_product_flash_attention_backward' and action == 'alloc'")
+    scratch = frame[frame["category"] == "scratch"]["nbytes"].tolist()
+    copies = 2 * [2 * b * a * s * d]  # gradient and output, into the order [b, s, a, d]
+    assert scratch == [*copies, 4 * b * a * 256, 4 * b * 256 * a * 64]  # s up to a multiple of 128, d of 32
+    assert frame[frame["category"] != "scratch"]["nbytes"].tolist() == 3 * [2 * b * a * s * d]
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize(
+    "causal, mask, grouped", [(True, None, 4), (False, "bool", 4), (False, "number", 2), (True, None, 1)]
+)
+def test_attention_with_scores_allocates_what_pytorch_s_own_composition_does(dtype, causal, mask, grouped, monkeypatch):
+    def step():
+        q, k, v = qkv(2, 4, 16, 8, kv_heads=grouped, dtype=dtype)
+        m = torch.empty(16, 16, dtype=torch.bool if mask == "bool" else dtype) if mask else None
+        with sdpa_kernel(SDPBackend.MATH):
+            out = F.scaled_dot_product_attention(q, k, v, m, is_causal=causal, enable_gqa=grouped < 4)
+        out.sum().backward()
+
+    def allocations(rules):
+        monkeypatch.setitem(RULES, "cuda", rules)
+        with eb.trace(rules="cuda") as run:
+            step()
+        frame = run.timeline.frame()
+        live = run.timeline.live_bytes[(frame["action"] == "alloc").to_numpy()]
+        return list(zip(frame[frame["action"] == "alloc"]["op"], live.tolist(), strict=True))
+
+    cuda = RULES["cuda"]
+    left_to_pytorch = {f: rule for f, rule in cuda.functions.items() if f is not F.scaled_dot_product_attention}
+    assert allocations(cuda) == allocations(dataclasses.replace(cuda, functions=left_to_pytorch))
+
+
+# -- one layer of a decoder --------------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """Pre-norm: [b, s, h] -> [b, s, h], in bf16."""
+
+    def __init__(self, s, h, a, dropout, attention):
+        super().__init__()
+        self.a, self.attention, self.p = a, attention, dropout
+        self.norms = nn.ModuleList(nn.LayerNorm(h, dtype=BF16) for _ in range(2))
+        self.qkv, self.proj = nn.Linear(h, 3 * h, dtype=BF16), nn.Linear(h, h, dtype=BF16)
+        self.up, self.down = nn.Linear(h, 4 * h, dtype=BF16), nn.Linear(4 * h, h, dtype=BF16)
+        self.dropout = nn.Dropout(dropout)
+        self.register_buffer("future", torch.ones(s, s, dtype=torch.bool).triu(1))
+
+    def attend(self, x):
+        b, s, h = x.shape
+        q, k, v = (part.view(b, s, self.a, h // self.a).transpose(1, 2) for part in self.qkv(x).split(h, dim=-1))
+        if self.attention == "flash":
+            out = F.scaled_dot_product_attention(q, k, v, dropout_p=self.p, is_causal=True)
+        else:
+            scores = q @ k.transpose(-2, -1) / math.sqrt(h // self.a)
+            if self.attention == "causal":
+                scores = scores.masked_fill(self.future, -math.inf)
+            out = self.dropout(scores.softmax(-1)) @ v
+        return self.proj(out.transpose(1, 2).reshape(b, s, h))
+
+    def forward(self, x):
+        x = x + self.dropout(self.attend(self.norms[0](x)))
+        return x + self.dropout(self.down(F.gelu(self.up(self.norms[1](x)))))
+
+
+sizes = st.tuples(st.integers(1, 4), st.integers(1, 40), st.integers(1, 4), st.integers(1, 5))  # b, s, a, d / 8
+
+
+@settings(max_examples=25)
+@given(sizes, st.sampled_from(["plain", "causal"]), st.booleans())
+def test_a_layer_with_eager_attention_keeps_the_textbook_s_bytes_and_the_statistics(shape, attention, drops):
+    b, s, a, d = shape
+    h = 8 * a * d
+
+    def forward():
+        return Layer(s, h, a, 0.1 if drops else 0.0, attention)(torch.empty(b, s, h, dtype=BF16))
+
+    textbook = 34 * s * b * h + 5 * a * s**2 * b if drops else 32 * s * b * h + 2 * a * s**2 * b
+    mask = s**2 if attention == "causal" else 0
+    assert kept(forward).total_bytes == textbook + 16 * s * b + mask
+
+
+@settings(max_examples=25)
+@given(sizes, st.booleans())
+def test_a_layer_with_flash_attention_keeps_no_scores(shape, drops):
+    b, s, a, d = shape
+    h = 8 * a * d
+
+    def forward():
+        return Layer(s, h, a, 0.1 if drops else 0.0, "flash")(torch.empty(b, s, h, dtype=BF16))
+
+    saved = kept(forward)
+    state = [row["nbytes"] for row in saved.rows if row["operand"] in ("rng_state", "unused")]
+    assert state == [16, 8]
+    assert saved.total_bytes == (34 if drops else 32) * s * b * h + 4 * b * a * s + 16 * s * b + 24
 
 
 # -- two devices -------------------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ def _plan(func: Any, rules: Rules) -> _Plan | None:
 
 
 def _is_plain(out: Any, args: tuple[Any, ...]) -> bool:
-    """Whether every output is an argument or a new tensor that fills its storage.
+    """Whether every output is an argument or a new tensor on the meta device that fills its storage.
 
     Some ops return views without their schema saying so (`_unsafe_view`), or a storage larger than the tensor in it.
     """
@@ -121,6 +121,8 @@ def _is_plain(out: Any, args: tuple[Any, ...]) -> bool:
     storages = {tensor.untyped_storage()._cdata for tensor in given}
     for leaf in tree_leaves(out):
         if isinstance(leaf, torch.Tensor) and not any(leaf is tensor for tensor in given):
+            if not leaf.is_meta:
+                return False
             storage = leaf.untyped_storage()
             twin = torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=META)
             if storage._cdata in storages or storage.nbytes() != twin.untyped_storage().nbytes():

@@ -385,6 +385,9 @@ _REASONS: Final = {
     ("nll_loss", "target"): "which class was right",
     ("checkpoint", "input"): "computed anew in backward, with all that lies between, from this",
     ("checkpoint", "random state"): "the generator's, so that the same random numbers are drawn again in backward",
+    ("scaled_dot_product_flash_attention", "logsumexp"): "a number for each query, from which the scores are made anew",
+    ("scaled_dot_product_flash_attention", "rng_state"): "state of the generator, so that the same mask is drawn again",
+    ("scaled_dot_product_flash_attention", "unused"): "a number that nobody reads",
     ("mkldnn_rnn_layer", "result3"): "oneDNN's workspace: the gates of every step",
 }
 """What PyTorch's derivative formulas (`tools/autograd/derivatives.yaml`) need an operand for, where worth saying."""

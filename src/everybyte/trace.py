@@ -105,7 +105,10 @@ class Trace(Run):
         attribution: Whose memory it is.
         unknown_reads: Every place where the code asked for a value that nobody knows (it got the type's zero).
         conditional: Lines at which such a value decided a branch: a real run may go the other way.
-        not_covered: Backward nodes, modes and memory of kernels that the run used and that no rule reproduces.
+        not_covered: Backward nodes and modes that the run used and that allocate otherwise in a real run.
+        left_out: Memory that kernels of the run take beside what is traced, workspaces for example, and that no rule
+            derives.
+        remarks: What is worth knowing of single calls, with their lines.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -115,6 +118,8 @@ class Trace(Run):
         self.unknown_reads: list[UnknownRead] = []
         self.conditional: list[str] = []
         self.not_covered: set[str] = set()
+        self.left_out: set[str] = set()
+        self.remarks: list[str] = []
         self._known = KnownValues()
         self._kernels = Kernels(rules)
         self._writes = engine.Writes()
@@ -166,6 +171,8 @@ class Trace(Run):
                 "steps": self._steps_marked,
                 "conditional": list(self.conditional),
                 "not_covered": sorted(self.not_covered),
+                "left_out": sorted(self.left_out),
+                "remarks": list(self.remarks),
             }
         )
 
@@ -189,6 +196,8 @@ class Trace(Run):
             out = self._rules.functions.get(function, function)(*args, **kwargs)
         finally:
             self._calls.pop()
+        if function in self._rules.remarks:
+            self._remark(self._rules.remarks[function](*args, **kwargs))
         self._note_left_out(function)
         self._scalars.settle(out)
         return out
@@ -329,7 +338,12 @@ class Trace(Run):
 
     def _note_left_out(self, called: Any) -> None:
         if called in self._rules.left_out:
-            self.not_covered.add(self._rules.left_out[called])
+            self.left_out.add(self._rules.left_out[called])
+
+    def _remark(self, text: str | None) -> None:
+        remark = f"{user_line()}: {text}"
+        if text is not None and remark not in self.remarks:
+            self.remarks.append(remark)
 
     def _note_phase(self, node: Any) -> None:
         self._scalars.at_node(node)

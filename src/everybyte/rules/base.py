@@ -25,7 +25,9 @@ class Rules:
         functions: Function of torch's Python face -> a function of the same arguments that takes the device's path.
         scratch: Op -> a function of the same arguments: the sizes in bytes of what its kernel allocates for itself and
             gives back before it returns.
-        left_out: Op or function -> what it allocates that no rule derives.
+        remarks: Function of torch's Python face -> a function of the same arguments: what the user should know of the
+            call, or None.
+        left_out: Op or function -> memory that it takes beside what is traced and that no rule derives.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Rules:
     kernels: Mapping[Any, Function]
     functions: Mapping[Any, Function]
     scratch: Mapping[Any, Callable[..., Iterable[int]]] = field(default_factory=dict)
+    remarks: Mapping[Any, Callable[..., str | None]] = field(default_factory=dict)
     left_out: Mapping[Any, str] = field(default_factory=dict)
 
     @property

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 
+from . import cuda_attention, cuda_dropout
 from .base import Function, Rules, stating
 
 aten: Final = torch.ops.aten
@@ -26,33 +27,6 @@ SCRATCH: Final[dict[Any, Function]] = {}
 
 LEFT_OUT: Final[dict[Any, str]] = {}
 """Op or function -> what it allocates that no rule derives."""
-
-
-# -- dropout -----------------------------------------------------------------------------------------------------------
-
-
-@stating(FUNCTIONS, torch.dropout)
-def dropout(input: Any, p: float, train: bool) -> Any:
-    """Dropout by one kernel that keeps a mask of a byte an element (`ATen/native/Dropout.cpp`, `dropout`).
-
-    It runs in training for 0 < p < 1 (`is_fused_kernel_acceptable`); otherwise, and in place, CUDA composes dropout as
-    the meta device does.
-    """
-    if not (train and 0 < p < 1 and input.numel() > 0):
-        return torch.dropout(input, p, train)
-    return torch.native_dropout(input, p, train)[0]
-
-
-@stating(KERNELS, aten.native_dropout.default)
-def native_dropout(input: Any, p: float, train: bool | None) -> Any:
-    """Output and mask, a bool an element, laid out as the input (`ATen/native/cuda/Dropout.cu`, `dropout_cuda`)."""
-    return torch.empty_like(input), torch.empty_like(input, dtype=torch.bool)
-
-
-@stating(KERNELS, aten.native_dropout_backward.default)
-def native_dropout_backward(gradient: Any, mask: Any, scale: float) -> Any:
-    """Laid out as the incoming gradient suggests (`ATen/native/cuda/Dropout.cu`, `dropout_backward_cuda`)."""
-    return torch.empty_like(gradient, memory_format=torch._prims_common.suggest_memory_format(gradient))
 
 
 # -- normalisation -----------------------------------------------------------------------------------------------------
@@ -105,4 +79,12 @@ def copies(*tensors: Any) -> list[int]:
     return [t.numel() * t.element_size() for t in tensors if not t.is_contiguous()]
 
 
-RULES: Final = Rules("cuda", torch.device("cuda:0"), KERNELS, FUNCTIONS, SCRATCH, LEFT_OUT)
+RULES: Final = Rules(
+    name="cuda",
+    device=torch.device("cuda:0"),
+    kernels={**KERNELS, **cuda_dropout.KERNELS, **cuda_attention.KERNELS},
+    functions={**FUNCTIONS, **cuda_dropout.FUNCTIONS, **cuda_attention.FUNCTIONS},
+    scratch={**SCRATCH, **cuda_attention.SCRATCH},
+    remarks=cuda_attention.REMARKS,
+    left_out={**LEFT_OUT, **cuda_attention.LEFT_OUT},
+)
