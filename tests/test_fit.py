@@ -176,6 +176,23 @@ def test_a_swiglu_whose_width_is_two_thirds_of_4h_rounded_down_is_refused_and_at
     assert sp.expand(eb.fit_formula(layer(mlp="swiglu"), **sizes) - wide - rest - 5 * SCORES - STATISTICS) == 0
 
 
+# Heads of widths that are multiples of 8, which no kernel pads.
+FUSED_SIZES = {"b": [1, 2, 3, 5], "s": [8, 16, 33, 40, 50], "h": [32, 64, 96, 160], "a": [1, 2, 4]}
+
+
+def test_flash_attention_leaves_no_square_of_s_but_a_log_sum_exp_and_the_generator_s_state():
+    fitted = eb.fit_formula(layer(attention="fused"), **FUSED_SIZES)
+    log_sum_exp, state = 4 * ops.b * ops.a * ops.s, 16 + 8
+    assert sp.expand(fitted - 34 * STATES - log_sum_exp - STATISTICS - state) == 0
+
+
+def test_the_log_sum_exp_that_is_padded_to_32_is_refused_and_at_multiples_of_32_found():
+    in_fp32 = layer(attention="fused", dtype="float32", dropout=0.0)  # flash attention takes halves alone
+    assert "breaks at b=5, s=" in refusal(in_fp32, rules="cuda", **FUSED_SIZES)
+    fitted = eb.fit_formula(in_fp32, **{**FUSED_SIZES, "s": [32, 64, 96, 160]})
+    assert sp.expand(fitted - 2 * 32 * STATES - 4 * ops.b * ops.a * ops.s - STATISTICS) == 0
+
+
 # -- peaks -------------------------------------------------------------------------------------------------------------
 
 OPTIMIZERS = {"SGD": lambda p: torch.optim.SGD(p, lr=0.1), "Adam": torch.optim.Adam}

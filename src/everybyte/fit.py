@@ -54,7 +54,8 @@ def fit_formula(
         quantity: "saved": what autograd keeps, parameters left out. "peak": the most requested bytes that are live at
             once, model and data included (`Timeline.peak_bytes`). "peak above start": the same less what was live when
             the step began (`Timeline.peak_above_start`). An optimizer's state appears in its first step: to see a
-            later one let `build` take the first. A peak is a polynomial only while it stays at one place in the step.
+            later one let `build` take the first. A peak is a polynomial only while it stays at one place in the step,
+            and is without what kernels take that no rule derives (`Trace.left_out`).
         rules: Whose kernels' rules decide, as in `everybyte.trace`.
         degree: The highest power that any one size may have, or one for each size by name: `b*a*s**2` has
             `{"b": 1, "a": 1, "s": 2}`. By default 2. A size's values limit its power too: one of k values, which leave
