@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
-
 import pytest
 import sympy as sp
 import torch
@@ -93,10 +90,3 @@ def test_unknown_devices_and_activations_are_refused_by_name():
         ops.sizes(1, 1, 1, device="tpu")
     with pytest.raises(ValueError, match="activation='swish': choose one of 'gelu', 'relu'"):
         ops.mlp("swish")
-
-
-def test_the_formulas_import_no_torch_and_no_model():
-    tree = ast.parse(Path(ops.__file__).read_text())
-    modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    assert not {name for name in modules if name.split(".")[0] == "torch" or "models" in name}

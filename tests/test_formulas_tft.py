@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import random
 import weakref
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -160,14 +158,3 @@ def test_adam_state_counts_only_parameters_that_a_gradient_reaches():
     assert terms["gradients"] < terms["parameters"]
     buffers = {name: buffer.numel() * buffer.element_size() for name, buffer in model.named_buffers()}
     assert buffers == {"position.table": terms["positional table"], "quantiles": terms["quantiles"]}
-
-
-def test_formulas_import_neither_torch_nor_the_models():
-    tree = ast.parse(Path(formulas.__file__).read_text())
-    imported = {
-        name.split(".")[0] if not name.startswith("everybyte") else name
-        for node in ast.walk(tree)
-        for name in ([a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None)])
-        if isinstance(node, ast.Import | ast.ImportFrom) and name
-    }
-    assert imported <= {"__future__", "collections", "dataclasses", "typing", "sympy"}

@@ -1,5 +1,5 @@
 """What theory says, as sympy expressions: LaTeX for the page, integers for the code. Imports no torch."""
 
-from . import ops, tft
+from . import ops, terms, tft, transformer
 
-__all__ = ["ops", "tft"]
+__all__ = ["ops", "terms", "tft", "transformer"]

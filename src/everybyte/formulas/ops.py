@@ -1,9 +1,6 @@
 """What single operations keep for their backward pass, in closed form.
 
-Each function returns named terms in bytes, products of these sizes:
-
-    b batch    s sequence    h hidden    a heads
-    e bytes of one element    m bytes of one element of a dropout mask    r bytes of one LayerNorm statistic
+Each function returns named terms in bytes, products of sizes that `terms` defines.
 
 The rule is the chain rule: an operation keeps what its gradient formula names (PyTorch declares these formulas in
 tools/autograd/derivatives.yaml). Assumed throughout:
@@ -17,50 +14,41 @@ tools/autograd/derivatives.yaml). Assumed throughout:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
-import sympy as sp
 from sympy import Expr, Symbol
 
-b, s, h, a, e, m, r = sp.symbols("b s h a e m r", positive=True, integer=True)
-
-Terms = dict[str, Expr]
-
-HIDDEN: Final[Expr] = b * s * h
-"""Elements of a tensor of hidden states, [b, s, h]."""
+from .terms import HIDDEN, SCORES, Terms, a, b, e, g, h, m, r, s, whole, width
+from .terms import total as total
 
 INNER: Final[Expr] = 4 * b * s * h
 """Elements between the two products of an MLP, [b, s, 4h]."""
 
-SCORES: Final[Expr] = b * a * s**2
-"""Elements of all heads' attention scores, [b, a, s, s]."""
-
 
 def sizes(
-    batch: int, sequence: int, hidden: int, heads: int = 1, element: int = 4, device: str = "cpu"
+    batch: int, sequence: int, hidden: int, heads: int = 1, element: Any = 4, device: str = "cpu"
 ) -> dict[Symbol, int]:
-    """Numbers for all symbols, for `expression.subs(...)`.
+    """Numbers for all symbols of one operation, for `terms.integer(...)` or `expression.subs(...)`.
 
     Args:
         batch, sequence, hidden, heads: b, s, h and a.
-        element: Bytes of one element: 4 in fp32, 2 in bf16 and fp16.
-        device: Decides two widths. On "cpu" a dropout mask and LayerNorm's statistics have the element's own
-            (ATen/native/Dropout.cpp, `_dropout_impl`; ATen/native/layer_norm.cpp). On "cuda" a mask has one byte and
-            the statistics are fp32 (ATen/native/cuda/Dropout.cu; ATen/native/cuda/layer_norm_kernel.cu).
+        element: Bytes of one element, 4 in fp32, 2 in bf16 and fp16; or a dtype, or its name.
+        device: Decides three widths. On "cpu" a dropout mask and LayerNorm's statistics have the element's own
+            (ATen/native/Dropout.cpp, `_dropout_impl`; ATen/native/layer_norm.cpp). On "cuda" a mask has one byte, the
+            statistics are fp32 (ATen/native/cuda/Dropout.cu; ATen/native/cuda/layer_norm_kernel.cu), and the flash
+            kernel keeps 24 bytes of random state, with dropout or without, which on a CPU is no tensor of the device
+            (torch/_meta_registrations.py, `meta__scaled_dot_product_flash_attention`).
 
     Raises:
-        ValueError: If the device is neither.
+        ValueError: If the device is neither, or a size is no positive integer.
     """
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r}: the widths are known for 'cpu' and 'cuda'")
-    mask, statistic = (element, element) if device == "cpu" else (1, 4)
-    return {b: batch, s: sequence, h: hidden, a: heads, e: element, m: mask, r: statistic}
-
-
-def total(terms: Mapping[str, Expr]) -> Expr:
-    """Sum of the terms, in bytes."""
-    return sp.expand(sum(terms.values(), sp.S.Zero))
+    element = width(element)
+    mask, statistic, state = (element, element, 0) if device == "cpu" else (1, 4, 24)
+    lengths = {"batch": (b, batch), "sequence": (s, sequence), "hidden": (h, hidden), "heads": (a, heads)}
+    numbers = {symbol: whole(name, length) for name, (symbol, length) in lengths.items()}
+    return numbers | {e: element, m: mask, r: statistic, g: state}
 
 
 def linear(elements: Expr = HIDDEN) -> Terms:
@@ -81,6 +69,11 @@ def gelu(elements: Expr = INNER) -> Terms:
 def relu(elements: Expr = INNER) -> Terms:
     """y = max(x, 0): its derivative is 1 where y > 0 and 0 elsewhere, so the output is enough."""
     return {"ReLU output": e * elements}
+
+
+def silu(elements: Expr = INNER) -> Terms:
+    """y = x sigmoid(x): its derivative is sigmoid(x) (1 + x (1 - sigmoid(x))). As with GELU, the input stays."""
+    return {"SiLU input": e * elements}
 
 
 def dropout(elements: Expr = HIDDEN) -> Terms:

@@ -19,21 +19,22 @@ switches from any object that has the fields of ``TFTConfig``; sizes stay symbol
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import sympy as sp
 from sympy import Expr, Symbol
 
-b, s, f, h, a, L, q, e, m = sp.symbols("b s f h a L q e m", positive=True, integer=True)
-n, n_s, n_o, n_k, p_max = sp.symbols("n n_s n_o n_k p_max", positive=True, integer=True)
+from .terms import L, Terms, a, b, e, h, m, p_max, s
+from .terms import total as total
+
+f, q = sp.symbols("f q", positive=True, integer=True)
+n, n_s, n_o, n_k = sp.symbols("n n_s n_o n_k", positive=True, integer=True)
 t = s + f
 
 w_e, w_d = sp.symbols("w_e w_d", nonnegative=True, integer=True)
 """Bytes that the LSTM kernels of encoder and decoder keep for themselves: an implementation's choice, no arithmetic."""
 
-Terms = dict[str, Expr]
 ONE = sp.Integer(1)
 
 
@@ -69,11 +70,6 @@ def sizes(config: Any, batch_size: int = 8, element: int = 4, mask: int = 4) -> 
         q: len(config.quantiles), e: element, m: mask, n_s: config.static_features, n_o: config.observed_features,
         n_k: config.known_features, p_max: config.max_positions,
     }  # fmt: skip
-
-
-def total(terms: Mapping[str, Any] | Expr) -> Expr:
-    """Sum of all terms, however deep."""
-    return sp.expand(sum(map(total, terms.values()), sp.S.Zero)) if isinstance(terms, Mapping) else terms
 
 
 # Parameters, block by block.
