@@ -25,42 +25,41 @@ class Kernels:
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
-        self._plans: dict[Any, _Plan | None] = {}  # by op; None for an op that is not remembered
-        self._returns: dict[Any, Any] = {}  # by call
+        self._plans: dict[Any, _Plan] = {}  # by op
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        plan = self._plans.get(func, _ABSENT)
-        if plan is _ABSENT:
-            plan = self._plans[func] = _plan(func, self._rules)
+        plan = self._plans.get(func)
         if plan is None:
-            return self._rules.kernels.get(func, func)(*args, **kwargs)
-        key = plan.key(func, args, kwargs)
+            plan = self._plans[func] = _Plan(func, self._rules)
+        key = plan.key(args, kwargs) if plan.remembers else None
         if key is None:
             return plan.kernel(*args, **kwargs)
-        known = self._returns.get(key, _ABSENT)
+        known = plan.returns.get(key, _ABSENT)
         if known is _ABSENT:
             out = plan.kernel(*args, **kwargs)
-            if not _is_plain(out, args):
-                self._plans[func] = None
+            if _is_plain(out, args):
+                plan.returns[key] = _describe(out, args)
             else:
-                self._returns[key] = _describe(out, args)
+                plan.remembers = False
             return out
         return _make(known, args)
 
 
 class _Plan:
-    """How calls of one op are told apart."""
+    """What runs in an op's place, how its calls are told apart, and what they returned."""
 
     def __init__(self, func: Any, rules: Rules) -> None:
         self.kernel: Callable[..., Any] = rules.kernel(func)
+        self.remembers = _can_be_remembered(func)
+        self.returns: dict[Any, Any] = {}  # by call
         # A number's value changes what is computed, never a shape: only its type tells calls apart.
         self.numbers = frozenset(
             i for i, arg in enumerate(func._schema.arguments) if str(arg.type) in ("Tensor", "number", "float")
         )
 
-    def key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the call's result depends on, or None if it cannot be told or is not on the meta device."""
-        parts: list[Any] = [func, torch.is_grad_enabled(), torch.get_default_dtype()]
+        parts: list[Any] = [torch.is_grad_enabled(), torch.get_default_dtype()]
         numbers = self.numbers
         for i, arg in enumerate(args):
             if isinstance(arg, torch.Tensor):
@@ -97,19 +96,19 @@ def _sequence_key(items: Any) -> Any:
     )
 
 
-def _plan(func: Any, rules: Rules) -> _Plan | None:
+def _can_be_remembered(func: Any) -> bool:
     schema, tags = func._schema, func.tags
     data_dependent = torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
     changes_shape = torch.Tag.inplace_view in tags or schema.name in ("aten::resize_", "aten::resize_as_", "aten::set_")
     if data_dependent or changes_shape or any(arg.is_out for arg in schema.arguments):
-        return None
+        return False
     if not any("Tensor" in str(arg.type) for arg in schema.arguments):
-        return None
+        return False
     for returned in schema.returns:
         alias = returned.alias_info
         if str(returned.type) not in _TENSOR_RETURNS or (alias is not None and not alias.is_write):
-            return None
-    return _Plan(func, rules)
+            return False
+    return True
 
 
 def _is_plain(out: Any, args: tuple[Any, ...]) -> bool:

@@ -365,8 +365,8 @@ class Trace(Run):
             ValueError: If a real tensor learns.
             RuntimeError: If it is on the host, no single number, and the device's kernel does not take it from there.
         """
-        traced = sum(tensor.is_meta for tensor in tensors)
-        if traced in (0, len(tensors)):
+        traced = {tensor.is_meta for tensor in tensors}
+        if len(traced) < 2:
             return args, kwargs
 
         if torch.is_grad_enabled() and any(not t.is_meta and t.requires_grad and t.is_leaf for t in tensors):
