@@ -78,3 +78,13 @@ class Storages:
         tracked = self._tracked.get(storage._cdata) if storage is not None else None
         if tracked is not None:
             self.recorder.label(tracked.event, category)
+
+    def label_lost(self, made: list[int]) -> None:
+        """Says of an op's results which died before it returned that they were scratch.
+
+        Recomputation stops in the middle of the op that saves the last tensor it needs (`torch/utils/checkpoint.py`,
+        `_recomputation_hook`); what the op returns beside that tensor reaches nobody.
+        """
+        for event in made:
+            if not self.recorder.is_live(event):
+                self.recorder.label(event, "scratch")

@@ -16,6 +16,7 @@ from typing import Any, Final, Self
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 
 from . import values
 from .attribution import Attribution, user_frame, user_line
@@ -126,6 +127,7 @@ class Trace(Run):
         self._storages = Storages(forget=self._known.forget)
         self._scalars = Scalars(self._storages)
         self._calls: list[tuple[Any, Any]] = []  # open calls of torch's Python face, and the backward node of each
+        self._made: list[int] = []  # by the op that ran last
         self._optimizing = False
         self._steps_marked = 0
         self._timeline: Timeline | None = None
@@ -194,6 +196,9 @@ class Trace(Run):
         self._calls.append((function, _current_node()))
         try:
             out = self._rules.functions.get(function, function)(*args, **kwargs)
+        except StopRecomputation:
+            self._storages.label_lost(self._made)
+            raise
         finally:
             self._calls.pop()
         if function in self._rules.remarks:
@@ -294,10 +299,11 @@ class Trace(Run):
                 ) from None
             else:
                 raise
+        self._made = []
         if not op.aliases:
             for made in out if isinstance(out, (tuple, list)) else (out,):
                 if isinstance(made, torch.Tensor) and self.counts(made) and not self._storages.is_known(made):
-                    self._storages.record(made, op=op.name, **self._whose(node))
+                    self._made.append(self._storages.record(made, op=op.name, **self._whose(node)))
             self._record_scratch(func, op, args, kwargs, node)
         if op.mutates:
             for written in _tensors([args[i] if i < len(args) else kwargs.get(name) for i, name in op.written], {}):
