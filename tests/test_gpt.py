@@ -358,6 +358,23 @@ def test_generated_tokens_are_the_likeliest_without_a_cache(switch, chunk):
     assert torch.equal(answer, expected)
 
 
+@pytest.mark.parametrize("kind", [KVCache, QuantizedKVCache])
+@each_cached
+def test_traced_generation_allocates_what_a_measured_one_does(switch, kind):
+    config = replace(SMALL, **switch)
+
+    def answer(run: Run) -> eb.Timeline:
+        with run:
+            model = GPT(config).eval()
+            read = run.to_device(np.zeros((B, 9), "int64"))
+            generate(model, read, 4, chunk=4, cache=kind(config, B, S))
+        return run.timeline.without("scratch")
+
+    traced, measured = answer(eb.trace(rules="cpu")), answer(eb.measure(device="cpu"))
+    assert traced.peak_bytes == measured.peak_bytes
+    pd.testing.assert_series_equal(traced.allocations(1), measured.allocations(1))
+
+
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("dtype", CHOICES["dtype"])
 def test_a_cache_has_the_bytes_of_its_formula_and_not_one_more(dtype, kv_heads):
@@ -453,6 +470,10 @@ def test_what_no_cache_can_hold_is_refused():
         KVCache(SMALL, 1, 0)
     with pytest.raises(ValueError, match="11 positions do not fit a cache with room for 10"):
         generate(GPT(SMALL), tokens(SMALL, sequence=10), 2, cache=KVCache(SMALL, B, 10))
+    with pytest.raises(ValueError, match="a batch of 3 meets a cache of 1 sequences: make one for 3"):
+        generate(GPT(SMALL), tokens(SMALL, sequence=4), 2, cache=KVCache(SMALL, 1, 10))
+    with pytest.raises(ValueError, match=r"no gradient: call it under torch.no_grad\(\)"):
+        GPT(SMALL).states(tokens(SMALL), KVCache(SMALL, B, S))
     with pytest.raises(ValueError, match="new_tokens=0 gets nowhere"):
         generate(GPT(SMALL), tokens(SMALL), 0)
     with pytest.raises(ValueError, match="chunk=-1 gets nowhere"):

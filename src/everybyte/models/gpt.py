@@ -4,7 +4,7 @@ Sources. The shape of the file and the model: nanoGPT, <https://github.com/karpa
 2019). Pre-norm: arXiv 2002.04745. GELU: arXiv 1606.08415. SwiGLU: arXiv 2002.05202, equation 6. Grouped-query
 attention: arXiv 2305.13245. Scores by `baddbmm`, so that the mask is an addend and not kept: Megatron-LM,
 <https://github.com/NVIDIA/Megatron-LM>. Recomputing the attention core alone: arXiv 2205.05198, section 5. Fused
-attention: arXiv 2307.08691. Tied head: arXiv 1608.05859.
+attention: arXiv 2205.14135. Tied head: arXiv 1608.05859.
 
 Shapes, in end-of-line comments: b batch, s sequence, h hidden, a heads, g groups (heads that keys and values have),
 d = h / a, f width of the MLP, V vocabulary; t is the number of positions that are attended to, s without a cache.
@@ -286,7 +286,13 @@ class GPT(nn.Module):
         return self.head(x) if targets is None else self.loss(x, targets)
 
     def states(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
-        """What the head reads, [b, s, h]. With a cache, ``tokens`` come after those in it, and are taken into it."""
+        """What the head reads, [b, s, h]. With a cache, ``tokens`` come after those in it, and are taken into it.
+
+        Raises:
+            ValueError: more positions than the context has; a cache while gradients are enabled.
+        """
+        if cache is not None and torch.is_grad_enabled():
+            raise ValueError("keys and values in a cache have no gradient: call it under torch.no_grad()")
         past, s = 0 if cache is None else cache.length, tokens.shape[1]
         if past + s > self.config.context:
             raise ValueError(
@@ -343,11 +349,12 @@ class KVCache:
         length: positions taken so far.
     """
 
-    def __init__(self, config: GPTConfig, batch: int, length: int) -> None:
+    def __init__(self, config: GPTConfig, batch: int, length: int, device: torch.device | None = None) -> None:
         """Args:
         config: of the model whose keys and values are kept.
         batch: b, sequences at once.
         length: positions there is room for, prompt and answer together.
+        device: the model's; None: the default one.
 
         Raises:
             ValueError: a size below 1.
@@ -355,11 +362,11 @@ class KVCache:
         for name, value in (("batch", batch), ("length", length)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r} leaves nothing to keep: give a whole number from 1 up")
-        self.room, self.length = length, 0
-        self._allocate((2, config.layers, batch, config.groups, length, config.head_width), config.torch_dtype)
+        self.batch, self.room, self.length = batch, length, 0
+        self._allocate((2, config.layers, batch, config.groups, length, config.head_width), config.torch_dtype, device)
 
-    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.kept = torch.empty(shape, dtype=dtype)  # (2, L, b, g, room, d)
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None) -> None:
+        self.kept = torch.empty(shape, dtype=dtype, device=device)  # (2, L, b, g, room, d)
 
     @property
     def nbytes(self) -> int:
@@ -378,8 +385,10 @@ class KVCache:
             Keys and values so far, [b, g, t, d] each.
 
         Raises:
-            ValueError: no room for s more.
+            ValueError: no room for s more, or another batch size.
         """
+        if len(k) != self.batch:
+            raise ValueError(f"a batch of {len(k)} meets a cache of {self.batch} sequences: make one for {len(k)}")
         end = self.length + k.shape[2]
         if end > self.room:
             raise ValueError(f"{end} positions do not fit a cache with room for {self.room}: make a longer one")
@@ -398,10 +407,10 @@ class QuantizedKVCache(KVCache):
     A layer's keys and values so far are made whole in the model's dtype while that layer runs.
     """
 
-    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None) -> None:
         self.dtype = dtype
-        self.kept = torch.empty(shape, dtype=torch.int8)  # (2, L, b, g, room, d)
-        self.scales = torch.empty((*shape[:-1], 1), dtype=torch.float32)  # (2, L, b, g, room, 1)
+        self.kept = torch.empty(shape, dtype=torch.int8, device=device)  # (2, L, b, g, room, d)
+        self.scales = torch.empty((*shape[:-1], 1), dtype=torch.float32, device=device)  # (2, L, b, g, room, 1)
 
     @property
     def nbytes(self) -> int:
@@ -438,7 +447,8 @@ def generate(
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ValueError(f"{name}={value!r} gets nowhere: give a whole number from 1 up")
     b, s = tokens.shape
-    cache = KVCache(model.config, b, s + new_tokens - 1) if cache is None else cache  # the last is never read
+    if cache is None:
+        cache = KVCache(model.config, b, s + new_tokens - 1, tokens.device)  # the last token is never read
     for piece in tokens.split(chunk or s, dim=1):
         x = model.states(piece, cache)
     answer = [model.head(x[:, -1:]).argmax(-1)]  # (b, 1); only the last position's logits are made
