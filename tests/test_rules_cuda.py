@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -57,6 +58,21 @@ def test_layer_norm_keeps_its_input_and_two_statistics_in_the_type_it_sums_in(dt
         return nn.LayerNorm(64, dtype=dtype)(torch.empty(4, 8, 64, dtype=dtype))
 
     assert [row["nbytes"] for row in kept(forward).rows] == [2048 * dtype.itemsize, 32 * statistic, 32 * statistic]
+
+
+# -- indices -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_gradient_of_indexing_sorts_the_places():
+    n = 8 * 6  # bytes of six places
+    with eb.trace(rules="cuda") as run:
+        rows, columns = torch.zeros(6, dtype=torch.int64), torch.zeros(6, dtype=torch.int64)
+        parameter(5, 7, 3)[rows, columns].sum().backward()
+    frame = run.timeline.frame().query("op == 'index_put'")
+    assert (frame["category"] == "scratch").all()
+    live = np.cumsum(np.where(frame["action"] == "alloc", frame["nbytes"], -frame["nbytes"]))
+    assert live.max() == 4 * n  # a single number for each place, the sorted ones, and where each was and is
+    assert frame[frame["action"] == "alloc"]["nbytes"].tolist() == 7 * [n]
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------

@@ -269,9 +269,10 @@ class Trace(Run):
         self._writes.at_node(node)
         caller, caller_node = self._calls[-1] if self._calls else (None, None)
         from_python = caller is not None and caller_node == node
-        if func in engine.WRITES and self._writes.takes_over(func, args, node, caller, from_python):
-            return args[0]
         op = _describe(func)
+        if func in engine.WRITES and self._writes.takes_over(func, args, node, caller, from_python):
+            self._record_scratch(func, op, args, kwargs, node)
+            return args[0]
         self._note_phase(node)
         if node is not None and node.name() in engine.NOT_REPRODUCED:
             self.not_covered.add(node.name())
@@ -335,12 +336,17 @@ class Trace(Run):
         """Records what the kernel allocates for itself, and that it gives it back."""
         self._note_left_out(func)
         derive = self._rules.scratch.get(func)
-        if derive is not None:
-            recorder = self._storages.recorder
-            made = [recorder.alloc(nbytes, op=op.name, **self._whose(node)) for nbytes in derive(*args, **kwargs)]
-            for event in made:
-                recorder.label(event, "scratch")
-                recorder.free(event)
+        if derive is None:
+            return
+        recorder, whose, live = self._storages.recorder, self._whose(node), []
+        for nbytes in derive(*args, **kwargs):
+            if nbytes < 0:  # gives one back before the others
+                recorder.free(live.pop(next(i for i, (size, _) in enumerate(live) if size == -nbytes))[1])
+            elif nbytes > 0:
+                live.append((nbytes, recorder.alloc(nbytes, op=op.name, **whose)))
+                recorder.label(live[-1][1], "scratch")
+        for _, event in live:
+            recorder.free(event)
 
     def _note_left_out(self, called: Any) -> None:
         if called in self._rules.left_out:

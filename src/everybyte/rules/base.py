@@ -23,8 +23,8 @@ class Rules:
         kernels: Op -> a function of the same arguments that returns, on the meta device, what the device's kernel
             returns.
         functions: Function of torch's Python face -> a function of the same arguments that takes the device's path.
-        scratch: Op -> a function of the same arguments: the sizes in bytes of what its kernel allocates for itself and
-            gives back before it returns.
+        scratch: Op -> a function of the same arguments: the sizes in bytes of what its kernel allocates for itself, in
+            order; all of it is given back before the kernel returns, and -n says that n bytes are given back earlier.
         remarks: Function of torch's Python face -> a function of the same arguments: what the user should know of the
             call, or None.
         left_out: Op or function -> memory that it takes beside what is traced and that no rule derives.

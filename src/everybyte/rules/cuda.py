@@ -7,6 +7,7 @@ what is known to be allocated and not derived here.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final
 
 import torch
@@ -64,6 +65,27 @@ def native_layer_norm_scratch(input: Any, *rest: Any) -> list[int]:
 def native_layer_norm_backward_scratch(gradient: Any, input: Any, *rest: Any) -> list[int]:
     """As in the forward pass (`LayerNormBackwardKernelImpl`)."""
     return copies(input, gradient)
+
+
+# -- indices -----------------------------------------------------------------------------------------------------------
+
+
+@stating(SCRATCH, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
+def index_put_scratch(self: Any, indices: Any, values: Any, accumulate: bool = False, *rest: Any) -> list[int]:
+    """Where values are summed up: the places as single numbers, sorted, beside their numbers before and after.
+
+    `ATen/native/cuda/Indexing.cu`, `computeLinearIndex` and `index_put_with_sort_kernel`. What the sort itself takes is
+    CUB's affair.
+    """
+    given = [index for index in indices if index is not None]
+    if not accumulate or not self.numel() or any(index.dtype != torch.int64 for index in given):
+        return []
+    n = 8 * math.prod(torch.broadcast_shapes(*(index.shape for index in given)))
+    wrapped_and_scaled = [n, n, -n]
+    return [*wrapped_and_scaled, *(len(given) - 1) * [*wrapped_and_scaled, -n], n, n, n]
+
+
+LEFT_OUT |= dict.fromkeys((aten.index_put.default, aten.embedding_dense_backward.default), "temporary storage of sorts")
 
 
 # -- common to several -------------------------------------------------------------------------------------------------

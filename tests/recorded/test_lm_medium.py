@@ -1,0 +1,212 @@
+"""A training step recorded on a GPU, against the same step traced without one.
+
+The model is written from its description in the recordings' own notes: 24 pre-norm layers in plain torch, no biases,
+all in single precision, and an AdamW by hand.
+"""
+
+import math
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import everybyte as eb
+
+BATCH, LENGTH, VOCABULARY, WIDTH, LAYERS, HEADS, HIDDEN = 4, 128, 10_000, 1024, 24, 16, 4096
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+def weight(*shape):
+    return nn.Parameter(torch.empty(*shape))
+
+
+class Linear(nn.Module):
+    def __init__(self, n_in, n_out):
+        super().__init__()
+        self.weight = weight(n_out, n_in)
+
+    def forward(self, x):
+        return torch.einsum("...i,oi->...o", x, self.weight)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = weight(WIDTH)
+
+    def forward(self, x):
+        dtype, x = x.dtype, x.to(torch.float32)
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+        normed = x * scale
+        return (self.weight * normed).to(dtype)
+
+
+def rotated(x, cos, sin):
+    """[b, a, s, d]: pairs of neighbours turned by an angle for each position, the two halves side by side."""
+    even, odd = x[..., 0::2], x[..., 1::2]
+    first = even * cos - odd * sin
+    second = even * sin + odd * cos
+    return torch.cat((first, second), -1)
+
+
+def softmax(x):
+    x = x - torch.max(x, -1, keepdim=True).values
+    e = torch.exp(x)
+    return e / e.sum(-1, keepdim=True)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x, cos, sin):
+        b, s, _ = x.shape
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        q, k, v = (t.view(b, s, HEADS, -1).transpose(1, 2) for t in (q, k, v))
+        q = rotated(q, cos, sin)
+        k = rotated(k, cos, sin)
+        position = torch.arange(s)
+        mask = position[:, None] >= position[None, :]
+        return self.out(self.attend(q, k, v, mask).transpose(1, 2).reshape(b, s, -1))
+
+    @staticmethod
+    def attend(q, k, v, mask):
+        scores = torch.einsum("...qd,...kd->...qk", q, k) / math.sqrt(q.shape[-1])
+        scores = torch.where(mask, scores, -math.inf)
+        weights = softmax(scores)
+        return torch.einsum("...qk,...kd->...qd", weights, v).contiguous()
+
+
+def silu(x):
+    return x * torch.sigmoid(x)
+
+
+class FeedForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w2, self.w3 = Linear(WIDTH, HIDDEN), Linear(HIDDEN, WIDTH), Linear(WIDTH, HIDDEN)
+
+    def forward(self, x):
+        return self.w2(silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.feed_forward = Attention(), FeedForward()
+        self.norm1, self.norm2 = RMSNorm(), RMSNorm()
+
+    def forward(self, x, cos, sin):
+        attended = self.attention(self.norm1(x), cos, sin)
+        x = x + attended
+        return x + self.feed_forward(self.norm2(x))
+
+
+class LM(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = weight(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm, self.head = RMSNorm(), Linear(WIDTH, VOCABULARY)
+        for name in ("cos", "sin"):
+            self.register_buffer(name, torch.empty(LENGTH, WIDTH // HEADS // 2))
+
+    def forward(self, tokens):
+        x = self.embedding[tokens]
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        return self.head(self.norm(x))
+
+
+def cross_entropy(logits, targets):
+    x = logits - torch.max(logits, -1, keepdim=True).values
+    surprise = -(x - torch.log(torch.exp(x).sum(-1, keepdim=True)))
+    return surprise.gather(-1, targets[..., None]).mean()
+
+
+class AdamW(torch.optim.Optimizer):
+    def __init__(self, parameters, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1):
+        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "decay": decay})
+
+    def step(self):
+        for group in self.param_groups:
+            lr, (b1, b2), eps, decay = group["lr"], group["betas"], group["eps"], group["decay"]
+            for p in group["params"]:
+                state = self.state[p]
+                p.data -= lr * decay * p.data
+                m = state.get("m", torch.zeros_like(p.data))
+                v = state.get("v", torch.zeros_like(p.data))
+                state["m"] = b1 * m + (1 - b1) * p.grad.data
+                state["v"] = b2 * v + (1 - b2) * p.grad.data**2
+                p.data -= lr * state["m"] / (torch.sqrt(state["v"]) + eps)
+
+
+# -- the recording -----------------------------------------------------------------------------------------------------
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Reads dicts, lists, numbers and strings, and nothing that would run code."""
+
+    def find_class(self, module, name):
+        raise pickle.UnpicklingError(f"{module}.{name}: a snapshot holds plain data only")
+
+
+@pytest.fixture(scope="module")
+def recorded(snapshots):
+    """The recorded events: +size for an allocation, -size for a release, in order."""
+    with open(snapshots / "lm-medium-ctx128-train-fp32.pickle", "rb") as file:
+        (events,) = [trace for trace in PlainUnpickler(file).load()["device_traces"] if trace]
+    signs = {"alloc": 1, "free_completed": -1}
+    return [signs[event["action"]] * event["size"] for event in events if event["action"] in signs]
+
+
+@pytest.fixture(scope="module")
+def run():
+    with eb.trace(rules="cuda") as run:
+        model = LM()
+        optimizer = AdamW(model.parameters())
+        tokens, targets = (torch.empty(BATCH, LENGTH, dtype=torch.int64) for _ in range(2))
+        for _ in run.steps(2):
+            logits = model(tokens)
+            loss = cross_entropy(logits, targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del logits, loss
+    return run
+
+
+@pytest.fixture(scope="module")
+def traced(run):
+    """The events of the second of two traced steps, when the optimizer's state is there."""
+    frame = run.timeline.frame().query("step == 1")
+    return frame["nbytes"].where(frame["action"] == "alloc", -frame["nbytes"]).tolist()
+
+
+def rounded(size):
+    return math.copysign(-(-abs(size) // 512) * 512, size)
+
+
+def peak(events):
+    live = highest = 0
+    for size in events:
+        live += rounded(size)
+        highest = max(highest, live)
+    return int(highest)
+
+
+def test_the_traced_peak_above_the_start_is_the_recorded_one(traced, recorded):
+    assert peak(recorded) == 1_918_013_952
+    assert peak(traced) == peak(recorded)
+
+
+def test_every_allocation_is_there_in_its_place_but_what_the_sorting_library_takes_for_itself(run, traced, recorded):
+    expected = [size for size in recorded if size > 0]
+    assert len(expected) == 6526
+    expected.remove(1)  # the one byte of temporary storage that CUB asks for to sort 512 numbers
+    assert [size for size in traced if size > 0] == expected
+    assert "temporary storage of sorts" in run.left_out
