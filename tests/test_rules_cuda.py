@@ -60,7 +60,100 @@ def test_layer_norm_keeps_its_input_and_two_statistics_in_the_type_it_sums_in(dt
     assert [row["nbytes"] for row in kept(forward).rows] == [2048 * dtype.itemsize, 32 * statistic, 32 * statistic]
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_rms_norm_keeps_its_input_and_one_statistic_in_single_precision(dtype):
+    forward = lambda: nn.RMSNorm(64, dtype=dtype)(torch.empty(4, 8, 64, dtype=dtype))  # noqa: E731
+    assert [row["nbytes"] for row in kept(forward).rows] == [2048 * dtype.itemsize, 32 * 4]
+
+
+def test_rms_norm_of_two_dtypes_is_composed_and_keeps_copies_in_single_precision():
+    forward = lambda: nn.RMSNorm(64)(parameter(4, 8, 64, dtype=BF16))  # noqa: E731
+    # The input in fp32, its reciprocal norm for each row, and the normed input, which the weight's gradient needs.
+    assert sorted(row["nbytes"] for row in kept(forward).rows) == [32 * 4, 2048 * 4, 2048 * 4]
+
+
+def test_group_norm_keeps_statistics_in_the_input_s_type_and_batch_norm_in_single_precision():
+    x = lambda: parameter(3, 4, 5, 5, dtype=torch.float16)  # noqa: E731
+    group = kept(lambda: nn.GroupNorm(2, 4, dtype=torch.float16)(x()))
+    assert [row["nbytes"] for row in group.rows] == [3 * 2 * 2, 3 * 2 * 2]
+    batch = kept(lambda: nn.BatchNorm2d(4)(x()))
+    assert [row["nbytes"] for row in batch.rows if row["role"] != "buffer"] == [4 * 4, 4 * 4]
+    flat = kept(lambda: nn.BatchNorm1d(4, dtype=torch.float16).eval()(parameter(3, 4, dtype=torch.float16)))
+    assert [row["nbytes"] for row in flat.rows if row["role"] != "buffer"] == [4 * 4, 4 * 4]
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_product_copies_what_cublas_cannot_read():
+    whole, n = torch.Tensor.contiguous, 4 * 8 * 16  # bytes of an [8, 16] operand
+    layouts = {
+        "as it is": (lambda x: x, 0),
+        "transposed": (lambda x: whole(x.mT).mT, 0),
+        "a part of longer rows": (lambda x: torch.empty(8, 48)[:, :16], 0),
+        "one row for all": (lambda x: x[:1].expand(8, 16), n),
+        "one number for all": (lambda x: x[:1, :1].expand(8, 16), n),
+        "every other column": (lambda x: torch.empty(8, 32)[:, ::2], n),
+    }
+    for name, (laid_out, copied) in layouts.items():
+        for batch in ((), (3,)):
+            with eb.trace(rules="cuda") as run:
+                x = laid_out(torch.empty(8, 16))
+                x.expand(*batch, 8, 16) @ torch.empty(*batch, 16, 4)
+            scratch = run.timeline.frame().query("category == 'scratch' and action == 'alloc'")["nbytes"].sum()
+            assert scratch == copied * math.prod(batch), name
+
+
+# -- softmax and losses ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("softmax", [F.softmax, F.log_softmax, torch.softmax])
+@pytest.mark.parametrize("dtype, copied", [(torch.float16, False), (BF16, True)])
+def test_a_softmax_in_single_precision_copies_a_bf16_input_but_not_an_fp16_one(softmax, dtype, copied):
+    with eb.trace(rules="cuda") as run:
+        softmax(parameter(8, 64, dtype=dtype), dim=-1, dtype=torch.float32).sum().backward()
+    frame = run.timeline.frame()
+    copies = frame.query("op == '_to_copy' and action == 'alloc'")["nbytes"].tolist()
+    assert copies == ([8 * 64 * 4, 8 * 64 * 2] if copied else [])  # there, and back in backward
+
+
+def test_the_gradient_of_a_softmax_needs_a_product_as_large_as_its_output():
+    with eb.trace(rules="cuda") as run:
+        (parameter(8, 64).softmax(-1) * torch.empty(8, 64)).sum().backward()
+    made = run.timeline.frame().query("op == '_softmax_backward_data' and action == 'alloc'")
+    assert list(zip(made["nbytes"], made["category"] == "scratch", strict=True)) == [(2048, False), (2048, True)]
+
+
+def test_cross_entropy_keeps_the_log_softmax_in_the_logits_type_and_two_numbers():
+    saved = kept(lambda: F.cross_entropy(parameter(8, 64, dtype=BF16), torch.zeros(8, dtype=torch.int64)))
+    assert sorted(row["nbytes"] for row in saved.rows) == [2, 8 * 8, 8 * 64 * 2]  # total weight, targets, log-softmax
+
+
 # -- indices -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens, live", [(3072, 0), (3073, 3)])
+def test_the_gradient_of_an_embedding_sorts_more_than_3072_tokens(tokens, live):
+    with eb.trace(rules="cuda") as run:
+        (
+            F.embedding(torch.zeros(tokens, dtype=torch.int64), parameter(50, 4)) * torch.empty(tokens, 4)
+        ).sum().backward()
+    frame = run.timeline.frame().query("op == 'embedding_dense_backward' and category == 'scratch'")
+    highest = np.cumsum(np.where(frame["action"] == "alloc", frame["nbytes"], -frame["nbytes"])).max(initial=0)
+    assert highest == live * 8 * tokens
+
+
+def test_an_lstm_is_said_to_be_another_one_on_a_gpu():
+    with eb.trace(rules="cuda") as run:
+        nn.LSTM(4, 8)(torch.empty(3, 2, 4))
+    assert run.not_covered == {"cuDNN's LSTM"}
+
+
+def test_memory_that_no_rule_derives_is_named():
+    with eb.trace(rules="cuda") as run:
+        nn.Linear(4, 4)(torch.empty(2, 4))
+    assert run.left_out == {"workspace of cuBLAS, taken once: 8,519,680 B before Hopper"}
+    assert run.timeline.info["left_out"] == sorted(run.left_out)
 
 
 def test_the_gradient_of_indexing_sorts_the_places():

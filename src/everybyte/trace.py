@@ -349,6 +349,8 @@ class Trace(Run):
             recorder.free(event)
 
     def _note_left_out(self, called: Any) -> None:
+        if called in self._rules.not_covered:
+            self.not_covered.add(self._rules.not_covered[called])
         if called in self._rules.left_out:
             self.left_out.add(self._rules.left_out[called])
 

@@ -5,7 +5,6 @@ all in single precision, and an AdamW by hand.
 """
 
 import math
-import pickle
 
 import pytest
 import torch
@@ -148,20 +147,9 @@ class AdamW(torch.optim.Optimizer):
 # -- the recording -----------------------------------------------------------------------------------------------------
 
 
-class PlainUnpickler(pickle.Unpickler):
-    """Reads dicts, lists, numbers and strings, and nothing that would run code."""
-
-    def find_class(self, module, name):
-        raise pickle.UnpicklingError(f"{module}.{name}: a snapshot holds plain data only")
-
-
 @pytest.fixture(scope="module")
-def recorded(snapshots):
-    """The recorded events: +size for an allocation, -size for a release, in order."""
-    with open(snapshots / "lm-medium-ctx128-train-fp32.pickle", "rb") as file:
-        (events,) = [trace for trace in PlainUnpickler(file).load()["device_traces"] if trace]
-    signs = {"alloc": 1, "free_completed": -1}
-    return [signs[event["action"]] * event["size"] for event in events if event["action"] in signs]
+def recorded(recorded_events):
+    return recorded_events("lm-medium-ctx128-train-fp32")
 
 
 @pytest.fixture(scope="module")

@@ -28,6 +28,7 @@ class Rules:
         remarks: Function of torch's Python face -> a function of the same arguments: what the user should know of the
             call, or None.
         left_out: Op or function -> memory that it takes beside what is traced and that no rule derives.
+        not_covered: Function -> what it is called, if the device has a kernel for it that no rule states.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Rules:
     scratch: Mapping[Any, Callable[..., Iterable[int]]] = field(default_factory=dict)
     remarks: Mapping[Any, Callable[..., str | None]] = field(default_factory=dict)
     left_out: Mapping[Any, str] = field(default_factory=dict)
+    not_covered: Mapping[Any, str] = field(default_factory=dict)
 
     @property
     def on_host(self) -> bool:

@@ -11,9 +11,11 @@ import math
 from typing import Any, Final
 
 import torch
+from torch.nn import functional as F
 
-from . import cuda_attention, cuda_dropout
+from . import cpu, cuda_attention, cuda_dropout
 from .base import Function, Rules, stating
+from .engine import is_dense
 
 aten: Final = torch.ops.aten
 
@@ -28,6 +30,33 @@ SCRATCH: Final[dict[Any, Function]] = {}
 
 LEFT_OUT: Final[dict[Any, str]] = {}
 """Op or function -> what it allocates that no rule derives."""
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+
+
+@stating(SCRATCH, aten.mm.default, aten.bmm.default)
+def product_scratch(first: Any, second: Any, *rest: Any) -> list[int]:
+    """Copies of operands whose layout cuBLAS cannot read, expanded ones above all."""
+    return [t.numel() * t.element_size() for t in (first, second) if not _read_by_cublas(t)]
+
+
+@stating(SCRATCH, aten.addmm.default, aten.baddbmm.default)
+def sum_and_product_scratch(summand: Any, first: Any, second: Any, *rest: Any, **options: Any) -> list[int]:
+    """As for the product alone."""
+    return product_scratch(first, second)
+
+
+def _read_by_cublas(matrix: Any) -> bool:
+    """Whether rows or columns follow one another without overlap, [m, n] or [batch, m, n].
+
+    `ATen/native/cuda/cuBlasCommonArgs.h`, `prepare_matrix_for_cublas`, and `ATen/native/cuda/Blas.cpp`,
+    `prepare_batch_matrix_for_cublas`.
+    """
+    (m, n), (down, across) = matrix.shape[-2:], matrix.stride()[-2:]
+    if (across == 1 and down >= max(1, n)) or (down == 1 and across >= max(1, m)):
+        return True
+    return is_dense(matrix) if matrix.dim() == 2 else matrix.is_contiguous() and down != 0 and across != 0
 
 
 # -- normalisation -----------------------------------------------------------------------------------------------------
@@ -67,6 +96,158 @@ def native_layer_norm_backward_scratch(gradient: Any, input: Any, *rest: Any) ->
     return copies(input, gradient)
 
 
+class _RmsNorm(torch.autograd.Function):
+    """Below autograd the op is one kernel; above it PyTorch composes it wherever there is no GPU."""
+
+    @staticmethod
+    def forward(context: Any, input: Any, shape: Any, weight: Any, eps: float | None) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, rstd = aten._fused_rms_norm.default(input, shape, weight, eps)
+        context.shape = shape
+        context.save_for_backward(input, weight, rstd)
+        return out
+
+    @staticmethod
+    def backward(context: Any, gradient: Any) -> Any:
+        input, weight, rstd = context.saved_tensors
+        needed = [context.needs_input_grad[0], context.needs_input_grad[2]]
+        with torch._C._AutoDispatchBelowAutograd():
+            d_input, d_weight = aten._fused_rms_norm_backward.default(
+                gradient, input, context.shape, rstd, weight, needed
+            )
+        return d_input, None, d_weight, None
+
+
+@stating(FUNCTIONS, torch.rms_norm)
+def rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+    """One kernel that keeps its input and a statistic, or composed (`ATen/native/layer_norm.cpp`, `rms_norm_symint`).
+
+    It is composed where the weight has another dtype than the input, and for complex or channels-last inputs.
+    """
+    mixed = weight is not None and weight.dtype != input.dtype
+    if mixed or input.is_complex() or torch._prims_common.suggest_memory_format(input) != torch.contiguous_format:
+        return torch.rms_norm(input, normalized_shape, weight, eps)
+    return _RmsNorm.apply(input, normalized_shape, weight, eps)
+
+
+@stating(KERNELS, aten._fused_rms_norm.default)
+def fused_rms_norm(input: Any, shape: Any, weight: Any, eps: float | None) -> Any:
+    """As layer normalisation, with one statistic (`layer_norm_kernel.cu`, `_fused_rms_norm_cuda`)."""
+    return native_layer_norm(input, shape, weight, None, 0.0)[:2]
+
+
+@stating(KERNELS, aten._fused_rms_norm_backward.default)
+def fused_rms_norm_backward(gradient: Any, input: Any, shape: Any, rstd: Any, weight: Any, needed: Any) -> Any:
+    """Both contiguous (`layer_norm_kernel.cu`, `_fused_rms_norm_backward_cuda`)."""
+    return native_layer_norm_backward(gradient, input, shape, None, rstd, weight, None, (*needed, False))[:2]
+
+
+SCRATCH[aten._fused_rms_norm.default] = native_layer_norm_scratch
+SCRATCH[aten._fused_rms_norm_backward.default] = native_layer_norm_backward_scratch
+
+
+@stating(KERNELS, aten.native_batch_norm.default)
+def native_batch_norm(input: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *rest: Any) -> Any:
+    """Statistics [c] in the type that sums are kept in, in evaluation too unless cuDNN runs.
+
+    `ATen/native/cuda/Normalization.cu`, `batch_norm_cuda`; cuDNN's conditions in `ATen/native/Normalization.cpp`,
+    `_select_batch_norm_backend`. cuDNN keeps them in the weight's type, which then is that type.
+    """
+    half_by_half = input.dtype == torch.float16 and weight is not None and weight.dtype != torch.float32
+    affine, tracked = weight is not None and bias is not None, mean is not None and var is not None
+    by_cudnn = (
+        torch.backends.cudnn.enabled
+        and input.dim() >= 3
+        and input.dtype != torch.bfloat16
+        and affine
+        and weight.dtype != torch.bfloat16
+        and not half_by_half
+        and (tracked or (training and mean is None and var is None))
+    )
+    kept = 0 if by_cudnn and not training else input.shape[1]
+    statistics = [input.new_empty(kept, dtype=accumulate_type(input.dtype)) for _ in range(2)]
+    return torch.empty_like(input), *statistics
+
+
+KERNELS[aten.native_batch_norm_backward.default] = cpu.native_batch_norm_backward  # `Normalization.cu` says the same
+LEFT_OUT |= dict.fromkeys(
+    (aten.native_batch_norm.default, aten.native_batch_norm_backward.default),
+    "workspace and reserve of cuDNN's batch norm",
+)
+LEFT_OUT |= dict.fromkeys(
+    (aten.native_group_norm.default, aten.native_group_norm_backward.default),
+    "numbers for each sample and channel in group normalisation",
+)
+
+
+# -- softmax and losses ------------------------------------------------------------------------------------------------
+
+
+def _softmax(function: Function, op: Any) -> None:
+    def run(input: Any, dim: int, dtype: torch.dtype | None = None) -> Any:
+        """Half to single precision in one kernel, without a copy; others are composed (`ATen/native/SoftMax.cpp`)."""
+        if input.dtype == torch.float16 and dtype == torch.float32:
+            return op(input, dim, True)
+        return function(input, dim, dtype=dtype)
+
+    FUNCTIONS[function] = run
+
+
+for _function, _op in (
+    (torch.softmax, aten._softmax.default),
+    (torch.Tensor.softmax, aten._softmax.default),
+    (torch.log_softmax, aten._log_softmax.default),
+    (torch.Tensor.log_softmax, aten._log_softmax.default),
+):
+    _softmax(_function, _op)
+
+
+@stating(KERNELS, aten._softmax.default, aten._log_softmax.default)
+def softmax(input: Any, dim: int, half_to_float: bool) -> Any:
+    """Contiguous (`ATen/native/SoftMax.cpp`, `TORCH_META_FUNC(_softmax)`)."""
+    return input.new_empty(input.shape, dtype=torch.float32 if half_to_float else input.dtype)
+
+
+@stating(SCRATCH, aten._softmax.default, aten._log_softmax.default)
+def softmax_scratch(input: Any, *rest: Any) -> list[int]:
+    """The kernel reads contiguous memory (`ATen/native/cuda/SoftMax.cu`, `host_softmax`)."""
+    return copies(input)
+
+
+@stating(SCRATCH, aten._softmax_backward_data.default)
+def softmax_backward_scratch(gradient: Any, output: Any, *rest: Any) -> list[int]:
+    """Incoming gradient times output, as a tensor (`ATen/native/cuda/SoftMax.cu`, `softmax_backward_cuda_out`)."""
+    return [output.numel() * output.element_size(), *copies(output)]
+
+
+@stating(SCRATCH, aten._log_softmax_backward_data.default)
+def log_softmax_backward_scratch(gradient: Any, output: Any, *rest: Any) -> list[int]:
+    """As in the forward pass (`ATen/native/cuda/SoftMax.cu`, `host_softmax_backward`)."""
+    return copies(gradient, output)
+
+
+_NOT_OF_A_DEVICE: Final = (
+    *(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default, aten.pow.Scalar),
+    *(aten.mse_loss.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default),
+    *(aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default),
+    *(aten.binary_cross_entropy.default, aten.binary_cross_entropy_backward.default),
+)
+"""Ops whose rule for the CPU follows code that all devices share (`SoftMax.cpp`, `Pow.cpp`, `Loss.cpp`), and the binary
+cross-entropy, of which `ATen/native/cuda/Loss.cu` says the same."""
+
+KERNELS |= {op: cpu.KERNELS[op] for op in _NOT_OF_A_DEVICE}
+FUNCTIONS[torch._C._nn.mish] = cpu.mish  # one kernel on every device, `ATen/native/Activation.cpp`
+
+
+@stating(FUNCTIONS, F.one_hot)
+def one_hot(input: Any, num_classes: int = -1) -> Any:
+    """Scattered into zeros, the range unchecked (`ATen/native/Onehot.cpp`); meta compares with a range of numbers."""
+    if num_classes <= 0 or input.numel() == 0:
+        return F.one_hot(input, num_classes)
+    ones = torch.zeros(*input.shape, num_classes, dtype=torch.int64, device=input.device)
+    return ones.scatter_(-1, input.unsqueeze(-1), 1)
+
+
 # -- indices -----------------------------------------------------------------------------------------------------------
 
 
@@ -85,7 +266,57 @@ def index_put_scratch(self: Any, indices: Any, values: Any, accumulate: bool = F
     return [*wrapped_and_scaled, *(len(given) - 1) * [*wrapped_and_scaled, -n], n, n, n]
 
 
+@stating(SCRATCH, aten.embedding_dense_backward.default)
+def embedding_dense_backward_scratch(
+    gradient: Any, indices: Any, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
+) -> list[int]:
+    """Up to 3,072 tokens are summed up as they come; more are sorted, beside their numbers before and after.
+
+    `ATen/native/cuda/Embedding.cu`, `embedding_dense_backward_cuda`. What follows on the sort, in
+    `EmbeddingBackwardKernel.cu`, depends on the tokens' values.
+    """
+    made = copies(indices, gradient)
+    n = indices.numel() * indices.element_size()
+    if indices.numel() <= 3072 and not scale_grad_by_freq:
+        return made
+    return [*made, n, n, n, -n, *([n] if scale_grad_by_freq else [])]
+
+
 LEFT_OUT |= dict.fromkeys((aten.index_put.default, aten.embedding_dense_backward.default), "temporary storage of sorts")
+
+
+# -- what is known and not derived -------------------------------------------------------------------------------------
+
+_PRODUCTS: Final = (
+    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.addmv.default, aten.mv.default),
+    *(aten.dot.default, aten._addmm_activation.default),
+)
+LEFT_OUT |= dict.fromkeys(_PRODUCTS, "workspace of cuBLAS, taken once: 8,519,680 B before Hopper")
+LEFT_OUT |= dict.fromkeys(
+    (aten.convolution.default, aten.convolution_backward.default), "workspace of cuDNN's convolution"
+)
+LEFT_OUT |= dict.fromkeys(
+    (
+        aten.sum.default,
+        aten.sum.dim_IntList,
+        aten.mean.default,
+        aten.mean.dim,
+        aten.max.dim,
+        aten.min.dim,
+        aten.amax.default,
+    ),
+    "partial results of reductions that take several blocks",
+)
+
+NOT_COVERED: Final = {
+    torch.lstm: "cuDNN's LSTM",
+    torch.gru: "cuDNN's GRU",
+    torch.rnn_tanh: "cuDNN's RNN",
+    torch.rnn_relu: "cuDNN's RNN",
+    torch._native_multi_head_attention: "the fused attention of nn.MultiheadAttention in evaluation",
+    torch._transformer_encoder_layer_fwd: "the fused encoder layer in evaluation",
+}
+"""Function -> its name, where CUDA has a kernel of its own that no rule states."""
 
 
 # -- common to several -------------------------------------------------------------------------------------------------
@@ -109,4 +340,5 @@ RULES: Final = Rules(
     scratch={**SCRATCH, **cuda_attention.SCRATCH},
     remarks=cuda_attention.REMARKS,
     left_out={**LEFT_OUT, **cuda_attention.LEFT_OUT},
+    not_covered=NOT_COVERED,
 )
