@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everybyte.formulas import transformer
-from everybyte.formulas.terms import HIDDEN, a, a_kv, b, d_ff, d_head, h, integer, s, total
+from everybyte.formulas.terms import HIDDEN, a, a_kv, b, d_ff, d_head, e, h, integer, s, total
 from everybyte.formulas.transformer import BF16_ON_CUDA, extras, layer, paper
 
 SEED = transformer.sizes(4, 2048, 2048, 16, layers=24, vocabulary=32_000)
@@ -79,8 +79,9 @@ def test_swiglu_keeps_four_wide_tensors_in_eager_mode_and_the_seed_has_the_fused
 
 
 def test_grouped_queries_save_nothing_where_an_eager_core_repeats_keys_and_values():
-    grouped = layer(kv_heads=a_kv)
+    grouped = layer(kv_heads=a_kv, repeated=True)
     assert total(grouped) == total(layer())
+    assert total(layer(kv_heads=a_kv)) == total(layer()) - total(grouped["K and V repeated for all heads"])
     assert sp.expand(grouped["K and V repeated for all heads"].subs(BF16_ON_CUDA)) == 4 * SBH - 4 * SBH * a_kv / a
 
 
@@ -132,19 +133,20 @@ def test_lines_that_never_cross_have_no_crossover():
     element=st.sampled_from([2, 4]),
     on_cuda=st.booleans(),
     dropout=st.booleans(),
+    repeated=st.booleans(),
     mask=st.booleans(),
     flash=st.booleans(),
     mlp=st.sampled_from(["gelu", "relu", "swiglu", "swiglu fused"]),
 )
 def test_a_layer_counted_tensor_by_tensor_in_plain_integers_is_the_same(
-    b, s, a, d, groups, wide, element, on_cuda, dropout, mask, flash, mlp
+    b, s, a, d, groups, wide, element, on_cuda, dropout, repeated, mask, flash, mlp
 ):
     heads, hidden, inner = a * groups, a * groups * d, wide * a * groups * d
     bit, stat = (1, 4) if on_cuda else (element, element)
     # Shapes and bytes of an element of all that stays, in the order in which a forward pass makes it.
     kept = [((b, s, hidden), element), ((b, s), stat), ((b, s), stat), ((b, s, hidden), element)]  # norm, QKV input
     kept += [((b, heads, s, d), element)]
-    kept += 2 * [((b, a if flash else heads, s, d), element)]
+    kept += 2 * [((b, heads if repeated and not flash else a, s, d), element)]
     if flash:
         kept += [((b, heads, s), 4), ((3,) if on_cuda else (0,), 8)]
     else:
@@ -165,10 +167,49 @@ def test_a_layer_counted_tensor_by_tensor_in_plain_integers_is_the_same(
         nbytes += count
 
     switches = {"attention": "flash" if flash else "eager", "mask": "boolean" if mask else "none", "mlp": mlp}
-    terms = layer(**switches, dropout=dropout, kv_heads=a_kv, inner=d_ff)
+    terms = layer(**switches, dropout=dropout, kv_heads=a_kv, repeated=repeated, inner=d_ff)
     device = "cuda" if on_cuda else "cpu"
     sizes = transformer.sizes(b, s, hidden, heads, inner=inner, kv_heads=a, element=element, device=device)
     assert integer(terms, sizes) == nbytes
+
+
+def test_the_seeds_stack_is_24_layers_and_its_ends():
+    whole = transformer.stack()
+    assert integer(paper(whole["layers"]), SEED) == 45_902_462_976
+    ends = {name: integer(term, SEED) for name, term in whole["ends"].items()}
+    tokens, states = 4 * 2048, 4 * 2048 * 2048
+    assert ends == {
+        "token indices": 8 * tokens,
+        "final LayerNorm input": 2 * states,
+        "final LayerNorm means": 4 * tokens,
+        "final LayerNorm 1 / deviations": 4 * tokens,
+        "head input": 2 * states,
+        "log-softmax": 1_048_576_000,  # the seed's 1.05 GB of fp32 logits; it is log-softmax that is kept
+        "target indices": 8 * tokens,
+        "number of targets": 4,
+    }
+    assert integer(whole, SEED) == integer(whole["layers"], SEED) + sum(ends.values())
+    more = transformer.ends(embedding_dropout=True, position_indices=True)
+    assert integer(more, SEED) - sum(ends.values()) == states + 8 * 2048
+
+
+@pytest.mark.parametrize("attention", ["eager", "flash"])
+@pytest.mark.parametrize("dropout", [True, False])
+def test_what_is_kept_and_what_is_made_again_are_together_the_layer(attention, dropout):
+    switches = {"attention": attention, "dropout": dropout, "mask": "boolean", "kv_heads": a_kv, "repeated": True}
+    whole = total(layer(**switches))
+    for checkpoint in ("none", "selective", "full"):
+        again = transformer.recomputed(checkpoint, **switches)
+        second_output = again.pop("attention output", 0)
+        assert second_output == (e * HIDDEN if (attention, checkpoint) == ("flash", "selective") else 0)
+        assert total(again) + total(layer(checkpoint=checkpoint, **switches)) == whole
+    assert transformer.recomputed("none") == {}
+
+
+def test_a_fully_checkpointed_stack_keeps_2_sbh_a_layer_and_at_its_peak_one_layer_more():
+    kept = transformer.stack(checkpoint="full")["layers"]
+    assert integer(kept, SEED) == 24 * 2 * 4 * 2048 * 2048 == 805_306_368
+    assert integer(transformer.recomputed("full"), SEED) == integer(layer(), SEED) - 2 * 4 * 2048 * 2048
 
 
 def test_the_seeds_network_has_the_parameters_of_its_tensors():

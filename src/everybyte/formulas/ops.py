@@ -35,8 +35,8 @@ def sizes(
         element: Bytes of one element, 4 in fp32, 2 in bf16 and fp16; or a dtype, or its name.
         device: Decides three widths. On "cpu" a dropout mask and LayerNorm's statistics have the element's own
             (ATen/native/Dropout.cpp, `_dropout_impl`; ATen/native/layer_norm.cpp). On "cuda" a mask has one byte, the
-            statistics are fp32 (ATen/native/cuda/Dropout.cu; ATen/native/cuda/layer_norm_kernel.cu), and the flash
-            kernel keeps 24 bytes of random state, with dropout or without, which on a CPU is no tensor of the device
+            statistics are fp32, or fp64 with fp64 elements (ATen/native/cuda/Dropout.cu and layer_norm_kernel.cu), and
+            the flash kernel keeps 24 bytes of random state, with dropout or without, where a CPU's keeps none
             (torch/_meta_registrations.py, `meta__scaled_dot_product_flash_attention`).
 
     Raises:
@@ -45,7 +45,7 @@ def sizes(
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r}: the widths are known for 'cpu' and 'cuda'")
     element = width(element)
-    mask, statistic, state = (element, element, 0) if device == "cpu" else (1, 4, 24)
+    mask, statistic, state = (element, element, 0) if device == "cpu" else (1, max(4, element), 24)
     lengths = {"batch": (b, batch), "sequence": (s, sequence), "hidden": (h, hidden), "heads": (a, heads)}
     numbers = {symbol: whole(name, length) for name, (symbol, length) in lengths.items()}
     return numbers | {e: element, m: mask, r: statistic, g: state}

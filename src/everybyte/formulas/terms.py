@@ -45,8 +45,8 @@ _READING_ORDER: Final = (e, m, r, L, a, a_kv, s, b, h, d_ff, d_head, V)
 
 
 def total(terms: Mapping[str, Any] | Expr) -> Expr:
-    """Sum of all terms, however deep."""
-    return sp.expand(sum(map(total, terms.values()), sp.S.Zero)) if isinstance(terms, Mapping) else sp.sympify(terms)
+    """Sum of all terms, however deep, multiplied out."""
+    return sp.expand(sum(map(total, terms.values()), sp.S.Zero) if isinstance(terms, Mapping) else sp.sympify(terms))
 
 
 def width(element: Any) -> int:

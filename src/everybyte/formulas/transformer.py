@@ -18,7 +18,7 @@ import sympy as sp
 from sympy import Expr, Symbol
 
 from . import ops
-from .terms import HIDDEN, SCORES, L, Terms, V, a, a_kv, b, d_ff, d_head, e, g, h, m, p_max, r, s, total, whole
+from .terms import HIDDEN, SCORES, L, Terms, V, a, a_kv, b, d_ff, d_head, e, g, h, integer, m, p_max, r, s, total, whole
 
 BF16_ON_CUDA: Final = {e: 2, m: 1, r: 4, g: 24}
 """The widths that the published formula has folded in, for `expression.subs(...)`."""
@@ -72,7 +72,9 @@ def norms() -> Terms:
     }
 
 
-def attention(kind: str = "eager", *, mask: str = "none", dropout: bool = True, kv_heads: Expr = a) -> Terms:
+def attention(
+    kind: str = "eager", *, mask: str = "none", dropout: bool = True, kv_heads: Expr = a, repeated: bool = False
+) -> Terms:
     """Attention with its projections, from the LayerNorm's output to the dropout before the sum: 11 s b h + 5 a s² b.
 
     Args:
@@ -82,7 +84,9 @@ def attention(kind: str = "eager", *, mask: str = "none", dropout: bool = True, 
             the backward pass repeats from Q, K and V.
         mask: "boolean", an s x s causal mask that `masked_fill` keeps, one byte an element; or "none".
         dropout: Its two dropouts are on. The fused kernel draws its mask anew from the random state.
-        kv_heads: a_kv for grouped queries. An eager core repeats K and V for all heads and keeps the copies.
+        kv_heads: a_kv for grouped queries.
+        repeated: An eager core repeats K and V for all heads, and keeps the copies in their place; queries of one group
+            can instead be rows of one product.
 
     Raises:
         ValueError: If `kind` or `mask` is unknown.
@@ -102,7 +106,7 @@ def attention(kind: str = "eager", *, mask: str = "none", dropout: bool = True, 
         dropped = ops.product(SCORES, narrow)["left factor"]  # without a dropout it is the softmax's output
         kept["softmax output, its mask, its dropout"] = softmax + (masked + dropped if dropout else 0)
         kept["causal mask"] = s**2 if mask == "boolean" else 0
-        kept["K and V repeated for all heads"] = 2 * e * (HIDDEN - narrow)  # beyond the rows above
+        kept["K and V repeated for all heads"] = 2 * e * (HIDDEN - narrow) if repeated else 0  # beyond the rows above
     if kind == "flash":
         kept["log-sum-exp"] = 4 * b * a * s
         kept["random state"] = g
@@ -145,13 +149,14 @@ def mlp(kind: str = "gelu", *, dropout: bool = True, inner: Expr | None = None) 
 
 def layer(
     *, attention: str = "eager", mask: str = "none", mlp: str = "gelu", dropout: bool = True, checkpoint: str = "none",
-    kv_heads: Expr = a, inner: Expr | None = None,
+    kv_heads: Expr = a, repeated: bool = False, inner: Expr | None = None,
 ) -> Terms:  # fmt: skip
     """What one layer keeps, row by row, in the published order; what the published sum leaves out comes last.
 
     Args:
-        attention: "eager" or "flash". mask, dropout, kv_heads: As in the function `attention`.
-        mlp: Its kind. inner: As in the function `mlp`.
+        attention: "eager" or "flash".
+        mask, dropout, kv_heads, repeated: As in the function `attention`.
+        mlp, inner: Kind and width, as in the function `mlp`.
         checkpoint: "none"; "selective", in which the backward pass repeats scores, softmax, dropout and the product
             with V (Korthikanti et al. 2022, section 5); or "full", in which it repeats the layer from its input.
 
@@ -163,7 +168,7 @@ def layer(
     kind = "recomputed" if checkpoint == "selective" else attention
     kept = {
         **norms(),
-        **_attention(kind, mask=mask, dropout=dropout, kv_heads=kv_heads),
+        **_attention(kind, mask=mask, dropout=dropout, kv_heads=kv_heads, repeated=repeated),
         **_mlp(mlp, dropout=dropout, inner=inner),
     }
     return {"layer input": e * HIDDEN} if checkpoint == "full" else {**paper(kept), **extras(kept)}
@@ -175,12 +180,16 @@ _attention, _mlp = attention, mlp  # `layer` has switches of these names
 def recomputed(checkpoint: str, **switches: Any) -> Terms:
     """What the backward pass of a checkpointed layer makes again and holds, beside what `layer` kept.
 
-    Under "full" that is the layer but for its input, which the first LayerNorm keeps too and which never went.
+    Under "full" that is the layer but for its input, which the first LayerNorm keeps too and which never went. A fused
+    kernel keeps its own output when it runs again, though the output projection has the first one.
     """
-    whole_layer, kept = layer(**switches), layer(checkpoint=checkpoint, **switches)
+    every, kept = layer(**switches), layer(checkpoint=checkpoint, **switches)
     if checkpoint == "full":
-        return {**whole_layer, "LayerNorm inputs": whole_layer["LayerNorm inputs"] - kept["layer input"]}
-    return _present({name: term - kept.get(name, 0) for name, term in whole_layer.items()})
+        return {**every, "LayerNorm inputs": every["LayerNorm inputs"] - kept["layer input"]}
+    again = {name: term - kept.get(name, 0) for name, term in every.items()}
+    if checkpoint == "selective" and switches.get("attention") == "flash":
+        again["attention output"] = e * HIDDEN
+    return _present(again)
 
 
 def paper(terms: Mapping[str, Expr]) -> Terms:
@@ -214,6 +223,108 @@ def crossover(linear: Mapping[str, Expr] | Expr, quadratic: Mapping[str, Expr] |
 def per_token(terms: Mapping[str, Expr] | Expr) -> Expr:
     """Bytes for each of the b s tokens."""
     return sp.expand(total(terms) / (b * s))
+
+
+LOSSES: Final = ("full", "no upcast", "chunked")
+
+
+def ends(loss: str = "full", *, embedding_dropout: bool = False, position_indices: bool = False) -> Terms:
+    """What embedding, final LayerNorm and loss head keep between forward and backward.
+
+    The embedding's output is the first layer's LayerNorm input and counted there. The logits are made, and gone when
+    the backward pass begins: log-softmax keeps its output alone, and the fp32 copy's backward needs no tensor.
+
+    Args:
+        loss: "full", fp32 copies of 16-bit logits; "no upcast", logits as they are (an fp32 model's too); "chunked",
+            some rows at a time, as "full", each checkpointed, so that nothing as wide as V is kept.
+        embedding_dropout: A dropout follows the embedding.
+        position_indices: Positions are looked up by a tensor of s indices, not sliced from their table.
+    """
+    _choose("loss", loss, LOSSES)
+    norm, narrow = ops.layer_norm(), 4 if loss == "full" else e
+    return _present({
+        "token indices": 8 * b * s,
+        "position indices": 8 * s if position_indices else 0,
+        "embedding dropout mask": ops.dropout()["dropout mask"] if embedding_dropout else 0,
+        "final LayerNorm input": norm["LayerNorm input"],
+        "final LayerNorm means": norm["mean"],
+        "final LayerNorm 1 / deviations": norm["1 / deviation"],
+        "head input": ops.linear()["input"],
+        "log-softmax": 0 if loss == "chunked" else ops.softmax(b * s * V)["softmax output"] / e * narrow,
+        "target indices": 8 * b * s,
+        "number of targets": 8 if loss == "chunked" else narrow,
+    })  # fmt: skip
+
+
+_UPCAST: Final = {
+    "logits copied": {"logits": e, "fp32 copy": 4},
+    "log-softmax": {"fp32 copy": 4, "log-softmax": 4},
+    "backward of log-softmax": {"log-softmax": 4, "log-softmax gradient": 4, "fp32 logits gradient": 4},
+    "backward of the copy": {"fp32 logits gradient": 4, "logits gradient": e},
+    "backward of the product": {"logits gradient": e},
+}
+_AS_THEY_ARE: Final = {
+    "log-softmax": {"logits": e, "log-softmax": e},
+    "backward of log-softmax": {"log-softmax": e, "log-softmax gradient": e, "logits gradient": e},
+    "backward of the product": {"logits gradient": e},
+}
+
+
+def head_moments(loss: str = "full", *, chunks: int = 8) -> dict[str, Terms]:
+    """What is live in the loss head, moment by moment: from the logits through log-softmax and back to the product.
+
+    That is the head's input, tensors of the logits' shape, and the gradients of input and weight. Left out are scalars,
+    the weight, which is a parameter, and what is live outside of the head. Nobody else holds the logits.
+
+    Args:
+        loss: As in `ends`. Of chunks the moments are those of the last one to run backward, beside the gradients of the
+            others' inputs and the sum of their gradients of the weight; but the sum is made after the second.
+        chunks: How many `torch.chunk` makes, each but perhaps the last of ceil(b s / chunks) rows.
+    """
+    _choose("loss", loss, LOSSES)
+    chunks = whole("chunks", chunks) if loss == "chunked" else 1
+    rows = sp.ceiling(b * s / chunks)
+    held = {"head input": e * HIDDEN}
+    if chunks > 1:
+        held |= {"other rows' input gradients": e * h * (b * s - rows), "other rows' weight gradient": e * V * h}
+    moments = {
+        moment: {**held, **{name: nbytes * rows * V for name, nbytes in tensors.items()}}
+        for moment, tensors in (_AS_THEY_ARE if loss == "no upcast" else _UPCAST).items()
+    }
+    moments["backward of the product"] |= {"input gradient": e * rows * h, "weight gradient": e * V * h}
+    if (
+        chunks > 1
+    ):  # autograd adds the first two out of place, the others to their sum; the input goes with its last use
+        left = {"head input": e * HIDDEN} if chunks > 2 else {}
+        left |= {"two chunks' input gradients": e * h * (b * s - (chunks - 2) * rows)}
+        three = {name: e * V * h for name in ("other rows' weight gradient", "weight gradient", "their sum")}
+        moments["sum of two weight gradients"] = {**left, **three}
+    return moments
+
+
+def head_peak(sizes: Mapping[Symbol, int], loss: str = "full", *, chunks: int = 8) -> Terms:
+    """The most that is live at once in the loss head at these sizes, term by term; one of the `head_moments`.
+
+    Mostly it is log-softmax's backward, with three tensors as wide as V; of few rows, the weight's gradient is larger.
+    """
+    return max(head_moments(loss, chunks=chunks).values(), key=lambda terms: integer(terms, sizes))
+
+
+def stack(
+    *, loss: str = "full", embedding_dropout: bool = False, position_indices: bool = False, **switches: Any
+) -> dict[str, Terms]:
+    """What a whole network keeps between forward and backward: its L layers, and its ends.
+
+    Args:
+        loss, embedding_dropout, position_indices: As in `ends`.
+        **switches: As in `layer`.
+
+    Under a checkpoint the backward pass has, beside this, one layer's `recomputed` terms at a time.
+    """
+    return {
+        "layers": {name: L * term for name, term in layer(**switches).items()},
+        "ends": ends(loss, embedding_dropout=embedding_dropout, position_indices=position_indices),
+    }
 
 
 def parameters(
