@@ -201,6 +201,26 @@ def test_windows_are_views_of_one_table():
     assert split.train[3].past.untyped_storage().data_ptr() == pointer
 
 
+def test_windows_cost_their_tables_once_and_as_copies_every_number_of_every_window():
+    split = data.tft_windows(TABLE, TFTConfig())
+    assert split.bytes_as_views() == 4 * 240 * (5 + 210 + 10 + 1)
+    copied = [batch for part in split for batch in part.batches(len(part))]
+    assert split.bytes_as_copies() == sum(x.untyped_storage().nbytes() for batch in copied for x in batch)
+
+
+def test_a_stored_file_that_was_changed_or_lost_is_found_out(tmp_path):
+    for name in ("sp500_small.parquet", "sp500_small_features.parquet"):
+        (tmp_path / name).write_bytes((TABLE.parent / name).read_bytes())
+        data.record(tmp_path, name, {"made_by": "python -m everybyte.data"})
+    assert list(data.provenance(tmp_path)) == ["sp500_small.parquet", "sp500_small_features.parquet"]
+    (tmp_path / "sp500_small.parquet").write_bytes(TABLE.read_bytes())
+    with pytest.raises(data.DataError, match="not the file that was noted: make it again with py"):
+        data.provenance(tmp_path)
+    (tmp_path / "sp500_small.parquet").unlink()
+    with pytest.raises(data.DataError, match="no such file: make it again with py"):
+        data.provenance(tmp_path)
+
+
 def test_batches_hold_every_window_once_and_repeat_with_their_generator():
     train = data.tft_windows(TABLE, TFTConfig()).train
     plain = list(train.batches(8))

@@ -9,8 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+import everybyte as eb
+from everybyte.data import Batch
 from everybyte.formulas import tft as formulas
 from everybyte.models.tft import BIASED, CHOICES, TFT, TFTConfig, parameters_by_component, quantile_loss
+from everybyte.training import train_step
 
 PRESETS = {**TFTConfig.readings(), "published": TFTConfig.published()}
 
@@ -39,7 +42,19 @@ def kept_bytes(model: TFT, batch: int) -> tuple[int, int, torch.Tensor]:
     tensors = {kept.tensor.untyped_storage().data_ptr(): kept.tensor for kept in alive}
     workspace = sum(x.untyped_storage().nbytes() for x in tensors.values() if x.dtype == torch.uint8)
     known = sum(x.untyped_storage().nbytes() for p, x in tensors.items() if p not in parameters)
-    return known - workspace, workspace, loss
+    return known - workspace + kept_numbers(loss), workspace, loss
+
+
+def kept_numbers(loss: torch.Tensor) -> int:
+    """Bytes of Python numbers kept as factors, on which PyTorch runs no hooks (saved_variable.cpp, wrapped numbers)."""
+    found, frontier = set(), [loss.grad_fn]
+    while frontier:
+        node = frontier.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            frontier += [parent for parent, _ in node.next_functions]
+    others = [node._saved_other for node in found if node.name() == "MulBackward0"]
+    return sum(x.untyped_storage().nbytes() for x in others if x is not None and x.dtype == torch.float64)
 
 
 def any_config(chance: random.Random) -> TFTConfig:
@@ -138,6 +153,52 @@ def test_what_each_preset_keeps_over_60_bars_is_its_closed_form_to_the_byte(name
     config = replace(PRESETS[name], hidden=16)
     kept, _, _ = kept_bytes(TFT(config), 3)
     assert substituted(formulas.saved(config), formulas.sizes(config, 3)) == kept
+
+
+def test_the_scale_of_every_head_is_kept_as_a_double_on_a_cpu_and_not_on_a_gpu():
+    config = TFTConfig()
+    scale = formulas.saved(config)["attention"]["scale"]
+    assert scale.subs(formulas.sizes(config)) == 8 * 8
+    assert scale.subs(formulas.sizes(config, mask=1, number=0)) == 0
+
+
+SMALL = TFTConfig(
+    features=45, static_features=2, known_features=3, observed_features=40, history=6, horizon=4, quantiles=(0.1, 0.5),
+    hidden=16, heads=2, stack_layers=1, max_positions=10,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"dropout": 0.0, "context": "none", "biases": ("grn", "selection")},
+        {"stack_layers": 2, "skip": "none", "attention": "shared value", "causal": True, "attention_dropout": 0.2},
+        {"heads": 4, "head": "step", "biases": ("context", "qkv"), "stack_layers": 0, "max_positions": 0},
+    ],
+    ids=lambda changes: ", ".join(changes) or "default",
+)
+@pytest.mark.parametrize("batch_size", [2, 5])
+def test_peak_of_a_step_is_its_closed_form_in_both_phases(changes, batch_size):
+    config = replace(SMALL, **changes)
+    shapes = config.input_shapes(batch_size)
+    host = Batch(*(torch.zeros(shapes[name]) for name in Batch._fields))
+    with eb.trace(rules="cpu") as run:
+        model = TFT(config)
+        adam = torch.optim.Adam(model.parameters(), foreach=False)
+        for _ in run.steps(2):
+            train_step(model, adam, run.to_device(host))
+    timeline = run.timeline.without("scratch")
+    phase = timeline.frame()["phase"].where(timeline.frame()["step"] == 1)
+    for name, terms in formulas.peak(config).items():
+        highest = timeline.live_bytes[phase == name].max() - timeline.start_bytes
+        assert highest == substituted(terms, formulas.sizes(config, batch_size)), name
+
+
+@pytest.mark.parametrize("change", [{"selection": "grn"}, {"selection_loop": False}, {"recurrence": "lstm"}])
+def test_peak_refuses_a_model_it_was_not_written_for(change):
+    with pytest.raises(ValueError, match=next(iter(change))):
+        formulas.peak(replace(SMALL, **change))
 
 
 def test_adam_state_counts_only_parameters_that_a_gradient_reaches():

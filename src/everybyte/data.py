@@ -97,6 +97,19 @@ class Split(NamedTuple):
     train: Windows
     validation: Windows
 
+    def bytes_as_views(self) -> int:
+        """Bytes of the tables under all windows, each table once."""
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in self._tensors()}
+        return sum(storages.values())
+
+    def bytes_as_copies(self) -> int:
+        """Bytes that the windows would take if each were written out on its own."""
+        return sum(x.numel() * x.element_size() for x in self._tensors())
+
+    def _tensors(self) -> Iterator[Tensor]:
+        for part in self:
+            yield from (part.static, part.past, part.future, part.target)
+
 
 def load_bars(path: str | Path) -> pd.DataFrame:
     """Reads bars and refuses any that could not be trusted.
@@ -286,6 +299,21 @@ def _refuse(path: str | Path, column: str, bad: pd.Series, fault: str, mend: str
 def _write(frame: pd.DataFrame, path: str | Path) -> None:
     table = pa.Table.from_pandas(frame.rename_axis(TIME).reset_index(), preserve_index=False)
     pq.write_table(table.replace_schema_metadata(None), path)
+
+
+def provenance(folder: Path) -> dict[str, dict]:
+    """Where the stored files of a folder come from, by name, as `record` noted it.
+
+    Raises:
+        DataError: a file is missing or is not the one that was noted.
+    """
+    known = json.loads((folder / "provenance.json").read_text())
+    for name, entry in known.items():
+        if not (folder / name).is_file():
+            raise DataError(f"{folder / name}: no such file: make it again with {entry['made_by']}")
+        if hashlib.sha256((folder / name).read_bytes()).hexdigest() != entry["sha256"]:
+            raise DataError(f"{folder / name}: not the file that was noted: make it again with {entry['made_by']}")
+    return known
 
 
 def record(folder: Path, name: str, entry: dict) -> None:

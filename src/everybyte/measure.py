@@ -63,6 +63,7 @@ class Measurement(Run):
         if self._timeline is not None:
             raise RuntimeError("this measurement is over; make a new one with everybyte.measure(...)")
         _running.append(self)
+        gc.collect()  # what was dropped before dies before, and not as an unknown block of this run
         os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)
         self._exit = ExitStack()
         self._profile = self._exit.enter_context(profile(profile_memory=True))

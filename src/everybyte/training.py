@@ -152,6 +152,22 @@ def trivial_loss(train: Windows, windows: Windows, quantiles: Iterable[float]) -
     return quantile_loss(forecast.expand(len(windows), -1, -1), windows.target, wanted).item()
 
 
+def stretched_loss(
+    train: Windows, windows: Windows, quantiles: Iterable[float], train_scale: torch.Tensor, scale: torch.Tensor
+) -> float:
+    """Quantile loss of a forecast by one number a window: the trivial forecast's kind of quantiles, stretched by it.
+
+    Args:
+        train: what the quantiles are taken from, once its targets are divided by their scales.
+        windows: what is forecast.
+        quantiles: [q], each in (0, 1).
+        train_scale, scale: [w], a positive number for each window, known at the end of its history.
+    """
+    wanted = torch.tensor(tuple(quantiles))
+    shape = torch.quantile(train.target / train_scale[:, None], wanted, dim=0).T  # (f, q)
+    return quantile_loss(scale[:, None, None] * shape, windows.target, wanted).item()
+
+
 @torch.no_grad()
 def start_trivially(model: TFT, train: Windows) -> None:
     """Sets the head so that the untrained model gives the trivial forecast: what it gains from there, it saw.

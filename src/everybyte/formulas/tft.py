@@ -5,6 +5,7 @@ Nothing here runs a network. Each number is a sum of named terms, each term a pr
     b batch        s history       f horizon      t = s + f
     n variables    h hidden        a heads        L networks in a stack      q quantiles
     e bytes of one element (4 in fp32)            m bytes of one element of a dropout mask (4 on CPU, 1 on CUDA)
+    c bytes of a Python number kept as a factor (a double, 8; it stays with the CPU, so a GPU has 0)
 
 What a forward pass must leave follows from the gradient formulas (and is what PyTorch's derivatives.yaml declares):
 
@@ -30,6 +31,7 @@ from .terms import total as total
 
 f, q = sp.symbols("f q", positive=True, integer=True)
 n, n_s, n_o, n_k = sp.symbols("n n_s n_o n_k", positive=True, integer=True)
+c = sp.Symbol("c", nonnegative=True, integer=True)
 t = s + f
 
 w_e, w_d = sp.symbols("w_e w_d", nonnegative=True, integer=True)
@@ -56,7 +58,7 @@ class Weight:
         return self.copies * sp.prod(self.shape)
 
 
-def sizes(config: Any, batch_size: int = 8, element: int = 4, mask: int = 4) -> dict[Symbol, int]:
+def sizes(config: Any, batch_size: int = 8, element: int = 4, mask: int = 4, number: int = 8) -> dict[Symbol, int]:
     """Numbers for all symbols but the LSTM kernels' own; for ``expression.subs(...)``.
 
     Args:
@@ -64,11 +66,12 @@ def sizes(config: Any, batch_size: int = 8, element: int = 4, mask: int = 4) -> 
         batch_size: b.
         element: bytes of one element.
         mask: bytes of one element of a dropout mask: as the element on CPU and meta, 1 on CUDA.
+        number: bytes of a Python number kept as a factor: a double on CPU, 0 on CUDA.
     """
     return {
         b: batch_size, s: config.history, f: config.horizon, h: config.hidden, a: config.heads, L: config.stack_layers,
-        q: len(config.quantiles), e: element, m: mask, n_s: config.static_features, n_o: config.observed_features,
-        n_k: config.known_features, p_max: config.max_positions,
+        q: len(config.quantiles), e: element, m: mask, c: number, n_s: config.static_features,
+        n_o: config.observed_features, n_k: config.known_features, p_max: config.max_positions,
     }  # fmt: skip
 
 
@@ -256,6 +259,7 @@ def attention_saved(config: Any) -> Terms:
         "key": e * rows * h,
         "value": e * rows * h / (a if shared else 1),
         "softmax": e * a * b * t**2,
+        "scale": c * a,  # the gradient of a product keeps the other factor, and 1 / sqrt(h / a) is one
     }
     if config.causal:
         kept["mask"] = t**2
@@ -315,6 +319,51 @@ def saved(config: Any) -> dict[str, Terms]:
     kept["head"] = {"input": e * b * f * h if config.head == "step" else e * b * t * h}
     kept["loss"] = {"two sides of the maximum": 2 * e * b * f * q, "quantiles": e * q, "quantiles - 1": e * q}
     return kept
+
+
+def peak(config: Any) -> dict[str, Terms]:
+    """Bytes above the start at the two moments of a training step with Adam that can be its peak, by phase and term.
+
+    ``"backward"``: the historical selection has the gradients of its stacked outputs from both their uses, and is about
+    to add them; the networks that made the outputs have yet to begin. ``"optimizer"``: Adam divides the moments of the
+    largest weight, the selection's. The peak is the larger, as long as this selection is the largest part of the model.
+
+    The step is `everybyte.training.train_step`, any but the first, which finds no moments; the optimizer is
+    ``torch.optim.Adam`` with ``foreach=False`` (torch/optim/adam.py, `_single_tensor_adam`).
+
+    Raises:
+        ValueError: the config is not the report's model in one of its readings with the linear selection.
+    """
+    wanted = {"selection": "linear", "selection_loop": True, "recurrence": "linear", "embedding": False, "gates": False}
+    for name, value in wanted.items():
+        if getattr(config, name) != value:
+            raise ValueError(f"{name}={getattr(config, name)!r}: the peak is written down for {name}={value!r} only")
+    state, kept = model_state(config), saved(config)
+    yet_to_come = ("static", "historical_selection.variables")
+    done = [w for name, tensors in weights(config).items() if not name.startswith(yet_to_come) for w in tensors]
+    outputs = kept["historical_selection.weights"]["stacked outputs"]
+    batch = total(kept["inputs"]) + e * b * f  # with its target
+    forecast = e * b * f * q
+    adam = {name: state[name] for name in ("optimizer moments", "optimizer step counters")}
+    backward = {
+        "gradients so far": e * sum(w.count for w in done if w.learns),
+        "networks yet to come": total({name: kept[name] for name in kept if name.startswith(yet_to_come)}),
+        "stacked outputs": outputs,
+        "two gradients of these": 2 * outputs,
+        "gradient of the logits": e * b * s * n_o,
+        "gradient of the static context": e * b * h,
+        "batch and forecast": batch + forecast,
+        "loss, and 1, its gradient": 2 * e,
+    }
+    optimizer = {
+        "gradients": state["gradients"],
+        "root and quotient of the largest weight": 2 * e * n_o * h * n_o,
+        "divisor, a double": sp.Integer(8),
+        "quotient of the weight before": e * h,
+        "batch and forecast": batch + forecast,
+        "loss": e,
+    }
+    return {"backward": adam | backward, "optimizer": adam | optimizer}
 
 
 def past_variables(config: Any) -> Expr:
