@@ -1,12 +1,13 @@
 // Small mercies for the tables that pandas prints: evidence words become chips, counts of bytes get their separators,
-// text is set flush left where numbers are flush right, and the row that holds nothing but the index's name joins the
-// header row above it.
+// what is missing becomes a dash, text is set flush left where numbers are flush right, and the row that holds nothing but
+// the index's name joins the header row above it.
 document.addEventListener("DOMContentLoaded", () => {
   const evidence = new Set(["claimed", "computed", "traced", "measured", "recorded"]);
   const numeric = /^[-+−]?[\d.,  ]+(e[-+]?\d+)?\s*(%|B|[kMGT]i?B)?$|^(NaN|None|nan|inf|–|—)?$/;
 
   for (const cell of document.querySelectorAll("article tbody td, article tbody th")) {
     const word = cell.textContent.trim();
+    if (word === "<NA>") cell.textContent = "–";
     if (!evidence.has(word)) continue;
     const chip = document.createElement("span");
     chip.className = `evidence evidence-${word}`;

@@ -300,21 +300,6 @@ def power_of_a_number(base: Any, exponent: Any) -> Any:
     return aten.pow.Scalar(base, exponent).contiguous()
 
 
-@stating(KERNELS, aten.rrelu_with_noise.default)
-def rrelu_with_noise(input: Any, *rest: Any) -> Any:
-    """Contiguous, whatever the input's layout (`ATen/native/Activation.cpp`, `rrelu_with_noise_cpu`)."""
-    return torch.empty(input.shape, dtype=input.dtype, device="meta")
-
-
-@stating(KERNELS, aten.rrelu_with_noise_backward.default)
-def rrelu_with_noise_backward(
-    gradient: Any, input: Any, noise: Any, lower: float, upper: float, training: bool, *rest: Any
-) -> Any:
-    """The drawn slopes times the gradient, or the gradient of a leaky ReLU (`ATen/native/Activation.cpp`)."""
-    operands = (noise if training else input, gradient)
-    return gradient.new_empty_strided(gradient.shape, iterated_strides(gradient.shape, operands))
-
-
 @stating(KERNELS, aten.native_layer_norm_backward.default)
 def native_layer_norm_backward(gradient: Any, input: Any, *rest: Any) -> Any:
     """The input's gradient is contiguous, whatever the incoming one's layout (`ATen/native/layer_norm.cpp`)."""
@@ -340,26 +325,17 @@ def _suggested_format(tensor: Any) -> torch.memory_format:
     return torch.contiguous_format
 
 
-@stating(KERNELS, aten.mse_loss.default, aten.smooth_l1_loss.default)
-def loss(input: Any, target: Any, reduction: int = 1, *rest: Any) -> Any:
-    """The reduced loss sits in the storage that was made for the unreduced one (`ATen/native/Loss.cpp`)."""
-    return _reduced(input - target, reduction)
-
-
-@stating(KERNELS, aten.soft_margin_loss.default)
-def soft_margin_loss(input: Any, target: Any, reduction: int = 1) -> Any:
-    """As `loss`; the unreduced one is laid out as the prediction (`ATen/native/Loss.cpp`)."""
-    return _reduced(torch.empty_like(input), reduction)
-
-
 @stating(KERNELS, aten.binary_cross_entropy.default)
 def binary_cross_entropy(input: Any, target: Any, weight: Any = None, reduction: int = 1) -> Any:
-    """As `soft_margin_loss`, with a weight (`ATen/native/Loss.cpp`)."""
-    return _reduced(torch.empty_like(input), reduction)
+    """As `reduced_loss`, with a weight."""
+    return reduced_loss(input, target, reduction)
 
 
-def _reduced(loss: Any, reduction: int) -> Any:
-    return loss if reduction == 0 else loss.resize_(())
+@stating(KERNELS, aten.mse_loss.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default)
+def reduced_loss(input: Any, target: Any, reduction: int = 1, *rest: Any) -> Any:
+    """The reduced loss sits in the storage that was made for the unreduced one (`ATen/native/Loss.cpp`)."""
+    unreduced = input - target
+    return unreduced if reduction == 0 else torch.empty(unreduced.shape, dtype=input.dtype, device="meta").resize_(())
 
 
 @stating(KERNELS, aten._embedding_bag.default)
@@ -433,11 +409,8 @@ def native_multi_head_attention(query: Any, key: Any, value: Any, embed_dim: int
 
 @stating(KERNELS, aten._transformer_encoder_layer_fwd.default)
 def transformer_encoder_layer(src: Any, *rest: Any) -> Any:
-    """A whole layer in one kernel; all else is scratch (`ATen/native/transformers/transformer.cpp`).
-
-    Its result is contiguous, since layer normalisation and the last sum write into new contiguous tensors.
-    """
-    return torch.empty(src.shape, dtype=src.dtype, device="meta")
+    """A whole layer in one kernel; all else is scratch (`ATen/native/transformers/transformer.cpp`)."""
+    return torch.empty_like(src)
 
 
 RULES: Final = Rules("cpu", torch.device("cpu"), KERNELS, FUNCTIONS)

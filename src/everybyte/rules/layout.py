@@ -25,11 +25,10 @@ _BACKWARD: Final = frozenset(
 _NOT_ITERATED: Final = frozenset(
     {
         aten.clone.default,
-        aten.conj_physical.default,
         aten.glu_backward.default,
+        aten.log_sigmoid_backward.default,
         aten.masked_fill.Scalar,
         aten.masked_fill.Tensor,
-        aten.positive.default,
         aten.pow.Scalar,
     }
 )
@@ -43,18 +42,9 @@ _ORDER: Final = {
 }
 """The order in which an op hands its operands to the iterator, where it is not that of its arguments."""
 
-_MADE_LIKE: Final = {
-    aten.log_sigmoid_backward.default: 0,  # `ATen/native/Activation.cpp`, `ATen/native/cuda/Activation.cpp`
-    aten.huber_loss.default: 0,  # here and below `ATen/native/Loss.cpp`
-    aten.soft_margin_loss_backward.default: 2,
-}
-"""Ops that make their result before they iterate, as `empty_like` of one operand, and the position of that operand."""
-
 
 def as_iterated(func: Any) -> Callable[..., Any]:
     """An op that returns, on the meta device, results with the strides that the real kernel gives them."""
-    if func in _MADE_LIKE:
-        return _made_like(func, _MADE_LIKE[func])
     pointwise = (torch.Tag.pointwise in func.tags and func not in _NOT_ITERATED) or func in _BACKWARD
     if not pointwise or func._schema.is_mutable:
         return func
@@ -64,24 +54,14 @@ def as_iterated(func: Any) -> Callable[..., Any]:
         operands = [args[i] for i in _ORDER.get(func, range(len(args)))]
         tensors = [arg for arg in operands if isinstance(arg, torch.Tensor)]
         if isinstance(out, torch.Tensor):
-            return _laid_out(out, iterated_strides(out.shape, tensors))
-        return type(out)(
-            _laid_out(part, iterated_strides(part.shape, tensors)) if isinstance(part, torch.Tensor) else part
-            for part in out
-        )
+            return _laid_out(out, tensors)
+        return type(out)(_laid_out(part, tensors) if isinstance(part, torch.Tensor) else part for part in out)
 
     return run
 
 
-def _made_like(func: Any, position: int) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        out, model = func(*args, **kwargs), args[position]
-        return _laid_out(out, torch.empty_like(model).stride()) if out.shape == model.shape else out  # else reduced
-
-    return run
-
-
-def _laid_out(out: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+def _laid_out(out: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+    strides = iterated_strides(out.shape, operands)
     return out if out.stride() == strides else out.new_empty_strided(out.shape, strides)
 
 
