@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 import everybyte as eb
 from everybyte.rules import RULES
@@ -210,6 +212,22 @@ def test_attention_takes_the_kernel_that_a_gpu_takes(call, op):
     assert bool(run.remarks) == (op is None)
 
 
+@pytest.mark.parametrize("rules", ["cpu", "cuda"])
+@pytest.mark.parametrize("backend, nbytes", [(None, 1_052_672), (SDPBackend.MATH, 1_835_008)])
+def test_attention_without_a_fused_kernel_keeps_its_scores(rules, backend, nbytes):
+    b, a, s, d = 1, 4, 256, 64
+    one, scores = 4 * b * a * s * d, 4 * b * a * s * s
+    # Fused: query, key, value, output and the log-sum-exp. Composed: query and key scaled, value, and the softmax.
+    assert nbytes == (4 * one + 4 * b * a * s if backend is None else 3 * one + scores)
+
+    def forward():
+        q, k, v = (torch.empty(b, a, s, d, requires_grad=True) for _ in range(3))
+        with sdpa_kernel(backend) if backend is not None else nullcontext():
+            return F.scaled_dot_product_attention(q, k, v)
+
+    assert eb.saved(forward, rules=rules).total_bytes == nbytes
+
+
 def test_attention_that_makes_its_scores_says_how_large_they_are_and_why():
     call = lambda: F.scaled_dot_product_attention(*qkv(2, 4, 8, 16), torch.ones(8, 8), enable_gqa=True)  # noqa: E731
     with sdpa_kernel(SDPBackend.MATH):
@@ -382,6 +400,17 @@ def test_new_tensors_are_on_the_gpu_and_say_so():
             assert (tensor.is_cuda, tensor.is_cpu, tensor.is_meta, tensor.get_device()) == (True, False, False, 0)
 
 
+def test_code_that_asks_for_a_device_or_a_type_hears_of_the_gpu():
+    with eb.trace(rules="cuda"):
+        assert torch.get_default_device() == torch.device("cuda:0")
+        with torch.device("cpu"):
+            assert torch.get_default_device() == torch.device("cpu")
+            assert nn.Linear(2, 2).weight.is_cpu
+        assert torch.zeros(2).half().type() == "torch.cuda.HalfTensor"
+        assert torch.zeros(2, device="cpu").pin_memory().to("cuda", non_blocking=True).is_cuda
+    assert torch.get_default_device() == torch.device("cpu")
+
+
 def test_what_is_put_on_the_host_is_really_there_and_takes_no_memory_of_the_gpu():
     with eb.trace(rules="cuda") as run:
         host = torch.arange(6.0, device="cpu").view(2, 3) * 2
@@ -448,6 +477,14 @@ def test_a_number_beside_a_tensor_is_the_host_s():
     with eb.trace(rules="cuda") as run:
         (parameter(16) * 0.5).sum().backward()
     assert run.timeline.frame().query("nbytes == 8").empty
+
+
+def test_a_checkpointed_layer_keeps_its_input_and_no_state_of_a_generator_on_the_gpu():
+    def forward():
+        x = torch.empty(2, 16, 64, dtype=BF16, requires_grad=True)
+        return checkpoint(Layer(16, 64, 4, 0.1, "causal"), x, use_reentrant=False)
+
+    assert kept(forward).total_bytes == 2 * 16 * 64 * 2
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------

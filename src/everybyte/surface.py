@@ -21,7 +21,7 @@ import torch.utils.data
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
-from torch.utils._device import _device_constructors
+from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .attribution import user_line
@@ -81,7 +81,9 @@ def shown_to(run: Tracer, rules: Rules) -> Iterator[None]:
             stack.enter_context(_replaced(clip_grad, name, _as_on(rules.device, getattr(clip_grad, name))))
         # Checkpointing compares what it saved, seen from inside a call, with what it recomputed, seen from outside.
         stack.enter_context(mock.patch.dict(checkpoint._allowed_determinism_checks_to_fns, default=_metadata))
-        if rules.on_host:
+        if not rules.on_host:
+            stack.enter_context(_replaced(torch, "get_default_device", _default_device(rules.device)))
+        else:
             # The generator's state is a tensor that no op makes; checkpointing keeps one for each segment.
             stack.enter_context(_replaced(torch, "get_rng_state", _counting(run, torch.get_rng_state)))
         stack.enter_context(Surface(run, rules))
@@ -116,6 +118,8 @@ class Surface(TorchFunctionMode):
         }
         if not rules.on_host:
             self._special[tensor.cuda] = self._cuda
+            self._special[tensor.pin_memory] = lambda func, args, kwargs: args[0]
+            self._special[tensor.type] = self._type
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -146,6 +150,11 @@ class Surface(TorchFunctionMode):
                 "copy the tensor to host memory first."
             )
         return self._run.read_out(_READS[func], args[0])
+
+    def _type(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if _is_traced(args) and not args[1:] and not kwargs:
+            return func(*args).replace("meta", self._rules.device.type)
+        return self._run.call(func, args, kwargs)
 
     def _format(self, func: Any, args: Any, kwargs: Any) -> Any:
         if _is_traced(args) and args[0].dim() == 0:
@@ -248,6 +257,17 @@ def _as_on(device: torch.device, function: Callable[..., Any]) -> Callable[..., 
         args = tuple(device if isinstance(arg, torch.device) and arg == META else arg for arg in args)
         kwargs = {k: device if isinstance(v, torch.device) and v == META else v for k, v in kwargs.items()}
         return function(*args, **kwargs)
+
+    return asked
+
+
+def _default_device(device: torch.device) -> Callable[[], torch.device]:
+    """`torch.get_default_device`, where none is set as on a machine whose code names this device everywhere."""
+    chosen = torch.get_default_device
+
+    def asked() -> torch.device:
+        modes = torch.overrides._get_current_function_mode_stack()
+        return chosen() if any(isinstance(mode, DeviceContext) for mode in modes) else device
 
     return asked
 

@@ -308,6 +308,8 @@ LEFT_OUT |= dict.fromkeys(
     "partial results of reductions that take several blocks",
 )
 
+LEFT_OUT |= dict.fromkeys((aten._foreach_norm.Scalar,), "partial norms")
+
 NOT_COVERED: Final = {
     torch.lstm: "cuDNN's LSTM",
     torch.gru: "cuDNN's GRU",
