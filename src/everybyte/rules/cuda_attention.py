@@ -92,7 +92,10 @@ def _refuses_any(call: _Call) -> str | None:
 
 
 def _refuses_heads(call: _Call, *, grouped: bool) -> str | None:
-    """Heads must be as many, or divide where grouping is asked for (`check_batch_size_and_num_heads_dense`)."""
+    """Heads must be as many, or divide where grouping is asked for (`check_batch_size_and_num_heads_dense`).
+
+    Up to 2.13 the memory-efficient kernel takes no grouped heads; PyTorch's main branch after it does.
+    """
     q, k, v = (t.shape[1] for t in call.operands)
     if grouped and call.grouped:
         return None if k == v and q % k == 0 else "key and value need as many heads, a divisor of the query's"
