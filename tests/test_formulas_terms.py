@@ -14,7 +14,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everybyte.formulas import terms as terms_module
-from everybyte.formulas.terms import P, a, b, d_head, e, g, h, integer, javascript, latex, m, s, total, width
+from everybyte.formulas import transformer
+from everybyte.formulas.terms import (
+    P,
+    V,
+    a,
+    a_kv,
+    b,
+    d_head,
+    e,
+    g,
+    h,
+    integer,
+    javascript,
+    latex,
+    m,
+    r,
+    s,
+    total,
+    width,
+)
 
 SIZES = {b: 4, s: 2048, h: 2048, a: 16}
 PUBLISHED = {"linear": 34 * s * b * h, "quadratic": 5 * a * s**2 * b}
@@ -120,17 +139,19 @@ FORMULAS = {
     "a fraction whose sum is whole": b * (b + 1) / 2 + (h - b) ** 2 / a + (s + a) * h / a,
     "blocks, rounded up": 4 * sp.ceiling(P / 64) + sp.ceiling(P * b / (2 * a)) * (e - m),
     "the larger of two": sp.Max(b * s, h * a) - sp.Min(1, 0) - b,
+    "a decoder's layer, row by row": transformer.layer(attention="flash", kv_heads=a_kv),
+    "a chunked loss head": transformer.head_moments("chunked")["backward of the product"],
     "a constant": sp.Integer(2) ** 62 + g,
 }
 
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_javascript_really_run_gives_the_same_integers_and_the_same_refusals(name, tmp_path):
-    symbols = [b, s, h, a, e, m, P, g]
+    symbols = [b, s, h, a, a_kv, V, e, m, r, P, g]
     cases: list[dict] = []
 
     @settings(max_examples=50)
-    @given(st.lists(st.one_of(st.integers(1, 12), st.integers(1, 2**40)), min_size=8, max_size=8))
+    @given(st.lists(st.one_of(st.integers(1, 12), st.integers(1, 2**40)), min_size=11, max_size=11))
     def collect(numbers):
         cases.append(dict(zip(symbols, numbers, strict=True)))
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everybyte.formulas import transformer
-from everybyte.formulas.terms import HIDDEN, a, a_kv, b, d_ff, d_head, e, h, integer, s, total
+from everybyte.formulas.terms import HIDDEN, SCORES, a, a_kv, b, d_ff, d_head, e, h, integer, s, total
 from everybyte.formulas.transformer import BF16_ON_CUDA, extras, layer, paper
 
 SEED = transformer.sizes(4, 2048, 2048, 16, layers=24, vocabulary=32_000)
@@ -92,6 +92,29 @@ def test_attention_alone_with_a_fused_kernel_is_what_was_counted_on_a_cpu_in_the
     assert integer({**kept, "returned": 2 * HIDDEN}, sizes) == 403_177_472
 
 
+def test_the_core_of_attention_with_and_without_scores_is_what_was_counted_on_a_cpu_in_the_field():
+    sizes = transformer.sizes(1, 256, 256, 4, element=4, device="cpu")
+    operands = ("Q and K", "V")
+    eager, flash = (transformer.attention(kind, dropout=False) for kind in ("eager", "flash"))
+    scores = {name: eager[name] for name in (*operands, "softmax output, its mask, its dropout")}
+    assert integer(scores, sizes) == 1_835_008
+    fused = {name: flash[name] for name in (*operands, "output projection input", "log-sum-exp")}
+    assert integer(fused, sizes) == 1_052_672
+
+
+def test_one_allocation_of_scores_names_the_kernel_that_was_not_taken():
+    sizes = transformer.sizes(1, 27_672, 32 * 128, 32)
+    assert round(integer(e * SCORES, sizes) / 2**30, 2) == 45.64
+
+
+def test_the_formula_is_in_bytes_already():
+    """A 7B model, 8 sequences of 512: 27 GiB by the published sum; times a width once more it would be a multiple."""
+    sizes = transformer.sizes(8, 512, 4096, 32, layers=32)
+    assert integer(paper(transformer.stack()["layers"]), sizes) == 27 * 2**30
+    by_ratio = 34 + 5 * a * s / h
+    assert sp.expand(by_ratio * SBH) == bf16(paper(layer()))
+
+
 def test_the_seeds_worked_example_comes_out():
     parts = {
         power: integer(part.subs(BF16_ON_CUDA), SEED) for power, part in transformer.by_degree(paper(layer())).items()
@@ -166,7 +189,11 @@ def test_a_layer_counted_tensor_by_tensor_in_plain_integers_is_the_same(
             count *= size
         nbytes += count
 
-    switches = {"attention": "flash" if flash else "eager", "mask": "boolean" if mask else "none", "mlp": mlp}
+    switches = {
+        "attention": "flash" if flash else "eager",
+        "mask": "boolean" if mask and not flash else "none",
+        "mlp": mlp,
+    }
     terms = layer(**switches, dropout=dropout, kv_heads=a_kv, repeated=repeated, inner=d_ff)
     device = "cuda" if on_cuda else "cpu"
     sizes = transformer.sizes(b, s, hidden, heads, inner=inner, kv_heads=a, element=element, device=device)
@@ -196,7 +223,8 @@ def test_the_seeds_stack_is_24_layers_and_its_ends():
 @pytest.mark.parametrize("attention", ["eager", "flash"])
 @pytest.mark.parametrize("dropout", [True, False])
 def test_what_is_kept_and_what_is_made_again_are_together_the_layer(attention, dropout):
-    switches = {"attention": attention, "dropout": dropout, "mask": "boolean", "kv_heads": a_kv, "repeated": True}
+    mask = "boolean" if attention == "eager" else "none"
+    switches = {"attention": attention, "dropout": dropout, "mask": mask, "kv_heads": a_kv, "repeated": True}
     whole = total(layer(**switches))
     for checkpoint in ("none", "selective", "full"):
         again = transformer.recomputed(checkpoint, **switches)
@@ -226,6 +254,7 @@ def test_the_seeds_network_has_the_parameters_of_its_tensors():
     ("call", "message"),
     [
         (lambda: layer(attention="linear"), "attention='linear': choose one of 'eager', 'flash'"),
+        (lambda: layer(mask="boolean", attention="flash"), "the flash kernel takes no mask"),
         (lambda: layer(mask="float"), "mask='float': choose one of 'none', 'boolean'"),
         (lambda: layer(mlp="geglu"), "kind='geglu': choose one of 'gelu'"),
         (lambda: layer(checkpoint="half"), "checkpoint='half': choose one of 'none', 'selective', 'full'"),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import sympy as sp
@@ -81,6 +81,17 @@ def whole(name: Any, size: Any, least: int = 1) -> int:
     return number
 
 
+def choose(name: str, word: str, words: Iterable[str]) -> None:
+    """Raises ValueError if the word is none of those."""
+    if word not in (words := tuple(words)):
+        raise ValueError(f"{name}={word!r}: choose one of {', '.join(map(repr, words))}")
+
+
+def present(terms: Mapping[str, Any]) -> Terms:
+    """Without what a switch turns off, which is what is 0."""
+    return {name: term for name, term in terms.items() if term != 0}
+
+
 def integer(terms: Mapping[str, Any] | Expr, sizes: Mapping[Symbol, int]) -> int:
     """Exact bytes, once all symbols have numbers.
 
@@ -104,6 +115,11 @@ def integer(terms: Mapping[str, Any] | Expr, sizes: Mapping[Symbol, int]) -> int
     if not 0 <= result <= LARGEST:
         raise ValueError(f"{result} is no number of bytes: it must lie from 0 to 2**63 - 1")
     return int(result)
+
+
+def most(moments: Mapping[str, Terms], sizes: Mapping[Symbol, int]) -> Terms:
+    """The moment at which, with these sizes, most is live."""
+    return max(moments.values(), key=lambda terms: integer(terms, sizes))
 
 
 def latex(terms: Mapping[str, Any] | Expr) -> str:

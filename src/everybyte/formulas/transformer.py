@@ -18,7 +18,30 @@ import sympy as sp
 from sympy import Expr, Symbol
 
 from . import ops
-from .terms import HIDDEN, SCORES, L, Terms, V, a, a_kv, b, d_ff, d_head, e, g, h, integer, m, p_max, r, s, total, whole
+from .terms import (
+    HIDDEN,
+    SCORES,
+    L,
+    Terms,
+    V,
+    a,
+    a_kv,
+    b,
+    choose,
+    d_ff,
+    d_head,
+    e,
+    g,
+    h,
+    m,
+    most,
+    p_max,
+    present,
+    r,
+    s,
+    total,
+    whole,
+)
 
 BF16_ON_CUDA: Final = {e: 2, m: 1, r: 4, g: 24}
 """The widths that the published formula has folded in, for `expression.subs(...)`."""
@@ -89,10 +112,12 @@ def attention(
             can instead be rows of one product.
 
     Raises:
-        ValueError: If `kind` or `mask` is unknown.
+        ValueError: If `kind` or `mask` is unknown, or they do not go together.
     """
-    _choose("kind", kind, ("eager", "flash", "recomputed"))
-    _choose("mask", mask, ("none", "boolean"))
+    choose("kind", kind, ("eager", "flash", "recomputed"))
+    choose("mask", mask, ("none", "boolean"))
+    if (kind, mask) == ("flash", "boolean"):
+        raise ValueError("mask='boolean': the flash kernel takes no mask and is causal by itself; leave it out")
     narrow = HIDDEN * kv_heads / a
     kept = {
         "QKV input": ops.linear()["input"],
@@ -110,7 +135,7 @@ def attention(
     if kind == "flash":
         kept["log-sum-exp"] = 4 * b * a * s
         kept["random state"] = g
-    return _present(kept)
+    return present(kept)
 
 
 def mlp(kind: str = "gelu", *, dropout: bool = True, inner: Expr | None = None) -> Terms:
@@ -126,7 +151,7 @@ def mlp(kind: str = "gelu", *, dropout: bool = True, inner: Expr | None = None) 
     Raises:
         ValueError: If `kind` is unknown.
     """
-    _choose("kind", kind, ("gelu", "relu", "swiglu", "swiglu fused"))
+    choose("kind", kind, ("gelu", "relu", "swiglu", "swiglu fused"))
     between = b * s * (inner or (d_ff if kind.startswith("swiglu") else 4 * h))
     factors = ops.product(between, between)
     activation = {
@@ -139,7 +164,7 @@ def mlp(kind: str = "gelu", *, dropout: bool = True, inner: Expr | None = None) 
         },
         "swiglu fused": {"SiLU input": ops.silu(between)["SiLU input"], "gated factor": factors["right factor"]},
     }[kind]
-    return _present({
+    return present({
         "MLP input": ops.linear()["input"],
         **activation,
         "second MLP product's input": ops.linear(between)["input"],
@@ -163,8 +188,8 @@ def layer(
     Raises:
         ValueError: If one of the words is unknown.
     """
-    _choose("attention", attention, ("eager", "flash"))
-    _choose("checkpoint", checkpoint, ("none", "selective", "full"))
+    choose("attention", attention, ("eager", "flash"))
+    choose("checkpoint", checkpoint, ("none", "selective", "full"))
     kind = "recomputed" if checkpoint == "selective" else attention
     kept = {
         **norms(),
@@ -189,7 +214,7 @@ def recomputed(checkpoint: str, **switches: Any) -> Terms:
     again = {name: term - kept.get(name, 0) for name, term in every.items()}
     if checkpoint == "selective" and switches.get("attention") == "flash":
         again["attention output"] = e * HIDDEN
-    return _present(again)
+    return present(again)
 
 
 def paper(terms: Mapping[str, Expr]) -> Terms:
@@ -240,9 +265,9 @@ def ends(loss: str = "full", *, embedding_dropout: bool = False, position_indice
         embedding_dropout: A dropout follows the embedding.
         position_indices: Positions are looked up by a tensor of s indices, not sliced from their table.
     """
-    _choose("loss", loss, LOSSES)
+    choose("loss", loss, LOSSES)
     norm, narrow = ops.layer_norm(), 4 if loss == "full" else e
-    return _present({
+    return present({
         "token indices": 8 * b * s,
         "position indices": 8 * s if position_indices else 0,
         "embedding dropout mask": ops.dropout()["dropout mask"] if embedding_dropout else 0,
@@ -281,7 +306,7 @@ def head_moments(loss: str = "full", *, chunks: int = 8) -> dict[str, Terms]:
             others' inputs and the sum of their gradients of the weight; but the sum is made after the second.
         chunks: How many `torch.chunk` makes, each but perhaps the last of ceil(b s / chunks) rows.
     """
-    _choose("loss", loss, LOSSES)
+    choose("loss", loss, LOSSES)
     chunks = whole("chunks", chunks) if loss == "chunked" else 1
     rows = sp.ceiling(b * s / chunks)
     held = {"head input": e * HIDDEN}
@@ -292,9 +317,8 @@ def head_moments(loss: str = "full", *, chunks: int = 8) -> dict[str, Terms]:
         for moment, tensors in (_AS_THEY_ARE if loss == "no upcast" else _UPCAST).items()
     }
     moments["backward of the product"] |= {"input gradient": e * rows * h, "weight gradient": e * V * h}
-    if (
-        chunks > 1
-    ):  # autograd adds the first two out of place, the others to their sum; the input goes with its last use
+    if chunks > 1:
+        # Autograd adds the first two out of place, and all others to their sum. The input goes with its last use.
         left = {"head input": e * HIDDEN} if chunks > 2 else {}
         left |= {"two chunks' input gradients": e * h * (b * s - (chunks - 2) * rows)}
         three = {name: e * V * h for name in ("other rows' weight gradient", "weight gradient", "their sum")}
@@ -307,7 +331,7 @@ def head_peak(sizes: Mapping[Symbol, int], loss: str = "full", *, chunks: int = 
 
     Mostly it is log-softmax's backward, with three tensors as wide as V; of few rows, the weight's gradient is larger.
     """
-    return max(head_moments(loss, chunks=chunks).values(), key=lambda terms: integer(terms, sizes))
+    return most(head_moments(loss, chunks=chunks), sizes)
 
 
 def stack(
@@ -339,7 +363,7 @@ def parameters(
         biases: Products and LayerNorms have one; the head never has.
         mlp, kv_heads, inner: As in `layer`.
     """
-    _choose("mlp", mlp, ("gelu", "relu", "swiglu", "swiglu fused"))
+    choose("mlp", mlp, ("gelu", "relu", "swiglu", "swiglu fused"))
     gated, narrow = mlp.startswith("swiglu"), h * kv_heads / a
     inner = inner or (d_ff if gated else 4 * h)
     products = {
@@ -351,7 +375,7 @@ def parameters(
     }
     weights = {name: rows * columns for name, (rows, columns) in products.items()}
     bias = {f"{name} bias": columns for name, (_, columns) in products.items()}
-    return _present({
+    return present({
         "token embedding": V * h,
         "position embedding": p_max * h if positions else 0,
         **{name: sp.expand(L * count) for name, count in {**weights, **(bias if biases else {})}.items()},
@@ -359,13 +383,3 @@ def parameters(
         "LayerNorm biases": (2 * L + 1) * h if biases else 0,
         "head": 0 if tied else V * h,
     })  # fmt: skip
-
-
-def _choose(name: str, word: str, words: tuple[str, ...]) -> None:
-    if word not in words:
-        raise ValueError(f"{name}={word!r}: choose one of {', '.join(map(repr, words))}")
-
-
-def _present(terms: Mapping[str, Any]) -> Terms:
-    """Without what a switch turns off."""
-    return {name: term for name, term in terms.items() if term != 0}
