@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from everybyte.parameters import ParameterError, check, device_name, injected_names, number, one_of, positive_int, whole
+from everybyte.parameters import (
+    ParameterError,
+    best_device,
+    check,
+    device_name,
+    injected_names,
+    number,
+    one_of,
+    positive_int,
+    whole,
+)
 
 
 def message(namespace: dict[str, object], **kinds) -> str:
@@ -89,3 +100,30 @@ def test_auto_is_what_the_environment_says(monkeypatch):
 def test_cuda_is_refused_with_the_reason_and_another_name_without():
     assert message({"device": "cuda"}, device=device_name).endswith("measuring on CUDA is not supported yet")
     assert message({"device": "tpu"}, device=device_name) == "device must be 'cpu' or 'auto', not 'tpu'"
+
+
+@pytest.mark.parametrize(("found", "auto"), [(True, "cuda"), (False, "cpu")])
+def test_a_chapter_that_can_use_a_gpu_takes_it_where_there_is_one(monkeypatch, found, auto):
+    monkeypatch.delenv("EVERYBYTE_DEVICE", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: found)
+    assert check({"device": "auto"}, device=best_device).device == auto
+    assert check({"device": "cpu"}, device=best_device).device == "cpu"
+    monkeypatch.setenv("EVERYBYTE_DEVICE", "cpu")
+    assert check({"device": "auto"}, device=best_device).device == "cpu"
+
+
+def test_cuda_is_refused_where_there_is_no_gpu_and_the_environment_named_if_it_asked(monkeypatch):
+    monkeypatch.delenv("EVERYBYTE_DEVICE", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    said = message({"device": "cuda"}, device=best_device)
+    assert said == "device must be 'cpu' or 'auto' here, not 'cuda': PyTorch finds no GPU"
+    monkeypatch.setenv("EVERYBYTE_DEVICE", "cuda")
+    assert "EVERYBYTE_DEVICE" in message({"device": "auto"}, device=best_device)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert check({"device": "auto"}, device=best_device).device == "cuda"
+
+
+def test_a_device_that_there_is_not_is_refused_whatever_is_found(monkeypatch):
+    for found in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda found=found: found)
+        assert message({"device": "tpu"}, device=best_device) == "device must be 'cpu', 'cuda' or 'auto', not 'tpu'"

@@ -132,6 +132,27 @@ def device_name(value: object) -> str:
     raise ValueError(f"must be 'cpu' or 'auto', not {chosen!r}{source}{note}")
 
 
+def best_device(value: object) -> str:
+    """A device to run on, for a chapter that can use a GPU; "auto" is "cuda" where PyTorch finds one, else "cpu".
+
+    As with `device_name`, the environment variable EVERYBYTE_DEVICE says what "auto" is.
+
+    Raises:
+        ValueError: it is neither "cpu" nor "cuda" nor "auto", or it is "cuda" and PyTorch finds no GPU.
+    """
+    import torch
+
+    chosen, source = value, ""
+    if value == "auto" and os.environ.get("EVERYBYTE_DEVICE"):
+        chosen, source = os.environ["EVERYBYTE_DEVICE"], " (from the environment variable EVERYBYTE_DEVICE)"
+    if chosen not in ("cpu", "cuda", "auto"):
+        raise ValueError(f"must be 'cpu', 'cuda' or 'auto', not {chosen!r}{source}")
+    found = torch.cuda.is_available()
+    if chosen == "cuda" and not found:
+        raise ValueError(f"must be 'cpu' or 'auto' here, not {chosen!r}{source}: PyTorch finds no GPU")
+    return "cuda" if found and chosen != "cpu" else "cpu"
+
+
 def unfit(value: object, expected: str) -> ValueError:
     """The error for a value that is not what was expected."""
     return ValueError(f"must be {expected}, not {value!r}")
