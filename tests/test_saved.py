@@ -278,6 +278,22 @@ def test_what_hooks_hold_is_the_same_in_a_trace(name):
     assert sorted(traced.frame()["nbytes"]) == sorted(real.frame()["nbytes"])
 
 
+def test_looking_at_a_checkpoint_holds_nothing_of_it_alive():
+    weights = weakref.WeakSet()
+
+    def forward():
+        layer = nn.Linear(HIDDEN, HIDDEN)
+        weights.add(layer.weight)
+        return checkpoint(layer, states(), use_reentrant=False)
+
+    gc.disable()  # a cycle would be found sooner or later, and until then sit in the timeline
+    try:
+        eb.saved(forward)
+        assert not weights
+    finally:
+        gc.enable()
+
+
 def test_a_checkpoint_keeps_its_input_and_the_generator_s_state():
     kept = eb.saved(segments()["checkpoint"]).frame()
     assert kept[["nbytes", "op", "role", "operand"]].values.tolist() == [

@@ -248,25 +248,25 @@ def _recomputed_from(nodes: list[Any]) -> Iterator[_Kept]:
     `torch/utils/checkpoint.py`, `_CheckpointFrame`. A reentrant segment is a node, whose operands these are.
     """
     seen: set[_CheckpointFrame] = set()
-
-    def of(frame: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        if not isinstance(frame, _CheckpointFrame) or frame in seen:
-            return
-        seen.add(frame)
-        for argument in frame.saved_args:
-            if isinstance(argument, torch._C._autograd.SavedTensor):
-                yield from (("input", tensor) for tensor in _in(argument.data))
-                yield from of(_surroundings(argument.unpack_hook).get("frame"))  # a segment in a segment
-            else:
-                yield from (("input", tensor) for tensor in _in(argument))
-        around = _surroundings(frame.recompute_fn)
-        yield from (("input", tensor) for tensor in _in([around["kwargs"], list(_surroundings(around["fn"]).values())]))
-        yield from (("random state", tensor) for tensor in _in(around.get("fwd_cpu_state")))
-
     for node in nodes:
         for _, kept in _raw(node):
-            for operand, tensor in of(_surroundings(kept.unpack_hook).get("frame")):
+            for operand, tensor in _held_by(_surroundings(kept.unpack_hook).get("frame"), seen):
                 yield _Kept(node._sequence_nr(), "checkpoint", operand, tensor)
+
+
+def _held_by(frame: Any, seen: set[_CheckpointFrame]) -> Iterator[tuple[str, torch.Tensor]]:
+    if not isinstance(frame, _CheckpointFrame) or frame in seen:
+        return
+    seen.add(frame)
+    for argument in frame.saved_args:
+        if isinstance(argument, torch._C._autograd.SavedTensor):
+            yield from (("input", tensor) for tensor in _in(argument.data))
+            yield from _held_by(_surroundings(argument.unpack_hook).get("frame"), seen)  # a segment in a segment
+        else:
+            yield from (("input", tensor) for tensor in _in(argument))
+    around = _surroundings(frame.recompute_fn)
+    yield from (("input", tensor) for tensor in _in([around["kwargs"], list(_surroundings(around["fn"]).values())]))
+    yield from (("random state", tensor) for tensor in _in(around.get("fwd_cpu_state")))
 
 
 def _raw(node: Any) -> Iterator[tuple[str, Any]]:
