@@ -58,6 +58,24 @@ def ledger(rows: Mapping[str, Mapping[str, int]]) -> pd.DataFrame:
     return table
 
 
+def side_by_side(total: str = "total", **evidence: Mapping[str, int]) -> pd.DataFrame:
+    """The same, from the bytes of each quantity by kind of evidence, with a row that sums each kind.
+
+        >>> side_by_side("all", computed={"weights": 8, "bias": 4}, traced={"weights": 8, "bias": 4})["traced"].tolist()
+        [8, 4, 12]
+
+    Args:
+        total: Name of the last row.
+        **evidence: For each kind of evidence the bytes of its quantities; one that it does not know is left out.
+
+    Raises:
+        ValueError: If a kind of evidence is none of `EVIDENCE`.
+    """
+    names = dict.fromkeys(name for parts in evidence.values() for name in parts)
+    rows = {name: {kind: parts[name] for kind, parts in evidence.items() if name in parts} for name in names}
+    return ledger({**rows, total: {kind: sum(parts.values()) for kind, parts in evidence.items()}})
+
+
 def composition(timeline: Timeline, event: int | None = None) -> pd.DataFrame:
     """What is live at the peak by category: storages, bytes and share, in the order of `CATEGORIES`, with a total."""
     table = timeline.by("category", event)

@@ -1,0 +1,35 @@
+"""Tables that set evidence side by side: what a reader would be told wrongly if one of these failed."""
+
+import pandas as pd
+import pytest
+
+from everybyte import report
+
+
+def test_the_difference_is_between_the_last_two_kinds_of_evidence_that_a_quantity_has():
+    table = report.ledger({
+        "peak": {"computed": 1000, "traced": 1024, "measured": 1025},
+        "head": {"claimed": 7, "traced": 5},
+        "alone": {"traced": 3},
+    })  # fmt: skip
+    assert list(table.columns) == ["claimed", "computed", "traced", "measured", "difference"]
+    assert table["difference"].tolist() == [1, -2, pd.NA]
+    assert table.loc["head", ["computed", "measured"]].isna().all()
+
+
+def test_bytes_beyond_the_exact_floats_stay_exact():
+    table = report.ledger({"huge": {"computed": 2**62 + 1, "traced": 2**62}, "none": {"traced": 1}})
+    assert table.loc["huge", "computed"] == 2**62 + 1
+    assert table.loc["huge", "difference"] == -1
+
+
+def test_side_by_side_keeps_the_order_of_quantities_and_sums_each_kind_over_those_it_knows():
+    table = report.side_by_side("layer", claimed={"norms": 4, "mlp": 19}, traced={"norms": 4, "mlp": 19, "extra": 2})
+    assert list(table.index) == ["norms", "mlp", "extra", "layer"]
+    assert table.loc["layer"].tolist() == [23, 25, 2]
+    assert pd.isna(table.loc["extra", "claimed"])
+
+
+def test_a_kind_of_evidence_that_the_book_does_not_know_is_refused():
+    with pytest.raises(ValueError, match="'guessed' is no kind of evidence; there are claimed, computed"):
+        report.side_by_side(guessed={"peak": 1})
