@@ -73,6 +73,18 @@ def test_lines_are_the_user_s_own():
     assert lines[lines != ""].str.contains("test_trace.py:").all()
 
 
+def test_inference_mode_shows_the_same_allocations_as_no_grad():
+    def allocations(mode):
+        with eb.trace(rules="cpu") as run, mode():
+            layer, x = nn.Linear(8, 8), torch.randn(2, 3, 8)
+            mixed = torch.einsum("bsi,bti->bst", layer(x), x)  # composites, which arrive in one piece without autograd
+            torch.where(mixed > 0, mixed, 0.0).transpose(1, 2).reshape(2, 9).contiguous().softmax(-1)
+        frame = run.timeline.frame()
+        return list(zip(frame["action"], frame["op"], frame["nbytes"], strict=True))
+
+    assert allocations(torch.inference_mode) == allocations(torch.no_grad)
+
+
 # -- values ------------------------------------------------------------------------------------------------------------
 
 

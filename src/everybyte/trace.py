@@ -482,6 +482,14 @@ class Trace(Run):
                     self._storages.label(value, "optimizer state")
 
 
+_COMPOSITE: Final = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    return func.has_kernel_for_dispatch_key(_COMPOSITE)
+
+
 class _Ops(engine.DispatchMode):
     """Hands every op that reaches a kernel to the trace."""
 
@@ -490,6 +498,9 @@ class _Ops(engine.DispatchMode):
         self._run = run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.is_inference_mode_enabled() and _is_composite(func):  # without autograd it arrives in one piece
+            with self:
+                return func._op_dk(_COMPOSITE, *args, **(kwargs or {}))
         with torch._C.DisableTorchFunction():  # inside, a traced tensor is a meta tensor and says so
             return self._run.on_op(func, args, kwargs or {})
 

@@ -198,3 +198,13 @@ def test_every_allocation_is_there_in_its_place_but_what_the_sorting_library_tak
     expected.remove(1)  # the one byte of temporary storage that CUB asks for to sort 512 numbers
     assert [size for size in traced if size > 0] == expected
     assert "temporary storage of sorts" in run.left_out
+
+
+def test_every_allocation_of_a_forward_pass_without_autograd_is_there_in_its_place(recorded_events):
+    with eb.trace(rules="cuda") as run, torch.inference_mode():
+        model = LM()
+        tokens = torch.empty(BATCH, LENGTH, dtype=torch.int64)
+        for _ in run.steps(1):
+            logits = model(tokens)  # noqa: F841
+    made = run.timeline.frame().query("step == 0 and action == 'alloc'")["nbytes"].tolist()
+    assert made == [size for size in recorded_events("lm-medium-ctx128-inference") if size > 0]
