@@ -1,4 +1,4 @@
-"""A layer of LLaMA in plain operations, as the `transformers` library had it in the spring of 2023 (version 4.28).
+"""A layer of LLaMA in plain operations, as the `transformers` library first had it, in spring 2023.
 
 The model: Touvron et al. 2023, arXiv 2302.13971. RMSNorm: Zhang and Sennrich 2019, arXiv 1910.07467. Rotary positions:
 Su et al. 2021, arXiv 2104.09864. SwiGLU: Shazeer 2020, arXiv 2002.05202. What makes it differ from its description is
