@@ -151,6 +151,13 @@ def test_an_lstm_is_said_to_be_another_one_on_a_gpu():
     assert run.not_covered == {"cuDNN's LSTM"}
 
 
+@pytest.mark.parametrize("cell, name", [(nn.LSTMCell, "the fused LSTM cell"), (nn.GRUCell, "the fused GRU cell")])
+def test_a_recurrent_cell_is_said_to_be_one_kernel_on_a_gpu(cell, name):
+    saved = kept(lambda: cell(4, 8)(torch.empty(2, 4)))
+    assert saved.not_covered == (name,)
+    assert name in repr(saved)
+
+
 def test_memory_that_no_rule_derives_is_named():
     with eb.trace(rules="cuda") as run:
         nn.Linear(4, 4)(torch.empty(2, 4))
@@ -236,6 +243,12 @@ def test_attention_that_makes_its_scores_says_how_large_they_are_and_why():
     assert "test_rules_cuda.py:" in remark
     assert f"[2, 4, 8, 8], {2 * 4 * 8 * 8 * 4:,} B" in remark  # in fp32
     assert "flash: switched off; memory-efficient: switched off" in remark
+
+
+def test_what_a_trace_remarks_is_told_with_what_is_kept():
+    saved = kept(lambda: F.scaled_dot_product_attention(*qkv(2, 4, 8, 16, dtype=torch.float64)))
+    (remark,) = saved.remarks
+    assert "makes the scores" in remark
 
 
 def test_a_choice_of_kernels_that_none_fits_fails_as_on_a_gpu():
@@ -409,6 +422,56 @@ def test_code_that_asks_for_a_device_or_a_type_hears_of_the_gpu():
         assert torch.zeros(2).half().type() == "torch.cuda.HalfTensor"
         assert torch.zeros(2, device="cpu").pin_memory().to("cuda", non_blocking=True).is_cuda
     assert torch.get_default_device() == torch.device("cpu")
+
+
+def test_code_that_asks_whether_there_is_a_gpu_takes_its_branch_for_one():
+    with eb.trace(rules="cuda") as run:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        assert device == torch.accelerator.current_accelerator() and torch.accelerator.is_available()
+        assert (torch.cuda.device_count(), torch.cuda.current_device(), torch.cuda.is_bf16_supported()) == (1, 0, True)
+        nn.Linear(4, 4, device="cpu").to(device)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    assert run.timeline.peak_bytes == 4 * (4 * 4 + 4)
+
+
+def test_a_device_may_be_named_by_its_number():
+    with eb.trace(rules="cuda"):
+        for moved in (torch.ones(2, device=0), torch.ones(2, device="cpu").cuda(0), torch.ones(2, device="cpu").to(0)):
+            assert moved.is_cuda
+        for module in (nn.Linear(2, 2, device="cpu").cuda(0), nn.Linear(2, 2, device="cpu").to(0)):
+            assert module.weight.is_cuda
+        with pytest.raises(ValueError, match="device="):
+            torch.ones(2, device=1)
+
+
+@pytest.mark.parametrize("ask", ["memory_allocated", "max_memory_allocated", "memory_reserved", "memory_stats"])
+def test_memory_statistics_are_refused_and_not_0(ask):
+    with pytest.raises(NotImplementedError, match=r"run\.timeline after the block"), eb.trace(rules="cuda"):
+        getattr(torch.cuda, ask)()
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_autocast_for_the_gpu_is_not_traced_and_said_so(dtype):
+    with eb.trace(rules="cuda") as run:
+        layer, x = nn.Linear(8, 8), torch.ones(4, 8)
+        with torch.autocast("cpu", dtype), torch.autocast("cuda", dtype, enabled=False):
+            layer(x)
+        assert run.not_covered == set()
+        with torch.autocast("cuda", dtype):
+            layer(x)
+    assert run.not_covered == {"autocast"}
+
+
+def test_a_scaler_of_losses_works_and_its_look_for_infinities_is_a_condition():
+    with eb.trace(rules="cuda") as run:
+        layer, scaler = nn.Linear(8, 8), torch.amp.GradScaler("cuda")
+        optimizer = torch.optim.SGD(layer.parameters())
+        scaler.scale(layer(torch.ones(4, 8)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.is_enabled()
+    assert len(run.conditional) == 1
 
 
 def test_what_is_put_on_the_host_is_really_there_and_takes_no_memory_of_the_gpu():

@@ -176,6 +176,16 @@ def test_a_number_that_a_gradient_needs_is_kept_as_a_tensor_of_8_bytes(rules):
     assert kept[["nbytes", "shape", "why"]].values.tolist() == [[8, [], "divisor: the gradient is divided by it too"]]
 
 
+def test_more_kept_bytes_than_64_bits_can_say_are_refused():
+    def forward(factors):
+        learned = nn.Parameter(torch.empty(1))
+        return sum(learned * torch.empty(2**59) for _ in range(factors))
+
+    assert eb.saved(lambda: forward(3), rules="cpu").total_bytes == 3 * 2**61
+    with pytest.raises(ValueError, match=r"more than 2\*\*63 - 1"):
+        eb.saved(lambda: forward(4), rules="cpu")
+
+
 def test_a_frozen_weight_keeps_no_input():
     assert eb.saved(lambda: nn.Linear(HIDDEN, 8).requires_grad_(False)(states())).total_bytes == 0
 

@@ -63,6 +63,16 @@ def test_rounding_raises_every_size_and_leaving_a_category_out_moves_the_start_w
     assert (bare.start_bytes, bare.peak_bytes) == (0, 750)
 
 
+def test_more_live_bytes_than_64_bits_can_say_are_refused_and_not_wrapped():
+    recorder = Recorder()
+    for _ in range(3):
+        recorder.alloc(2**61)
+    assert recorder.finish({}).peak_bytes == 3 * 2**61
+    recorder.alloc(2**61)
+    with pytest.raises(ValueError, match=r"more than 2\*\*63 - 1 bytes are live"):
+        _ = recorder.finish({}).peak_bytes
+
+
 def test_a_timeline_survives_parquet_with_everything_it_knows(tmp_path):
     run = small_run()
     run.to_parquet(tmp_path / "run.parquet")

@@ -12,7 +12,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Final, NamedTuple
 
@@ -24,6 +24,7 @@ from torch.utils.checkpoint import _CheckpointFrame
 
 from .attribution import Attribution
 from .trace import active, trace
+from .units import LARGEST
 
 COLUMNS: Final = ("nbytes", "shape", "dtype", "module", "op", "role", "operand", "why", "uses")
 
@@ -46,7 +47,8 @@ def saved(function: Callable[[], Any], rules: str | None = None) -> Saved:
         The saved storages, none of them held alive. Parameters are left out, inputs and buffers counted and labelled.
 
     Raises:
-        ValueError: If the output has no gradient graph, or `rules` names other rules than those of the running trace.
+        ValueError: If the output has no gradient graph, `rules` names other rules than those of the running trace, or
+            more is kept than 2**63 - 1 bytes.
     """
     running = active()
     if rules is not None and running is None:
@@ -61,7 +63,13 @@ def saved(function: Callable[[], Any], rules: str | None = None) -> Saved:
             output = function()
         counts = running.counts if running is not None else lambda tensor: True
         with torch._C.DisableTorchFunction():  # traced tensors are looked at, not asked
-            return _collect(output, function, attribution, [*modules, *attribution.roots], hidden, counts)
+            kept = _collect(output, function, attribution, [*modules, *attribution.roots], hidden, counts)
+    if kept.total_bytes > LARGEST:
+        raise ValueError(f"{kept.total_bytes:,} B are kept, more than 2**63 - 1; give smaller sizes")
+    if running is None:
+        return kept
+    said = {name: tuple(sorted(getattr(running, name))) for name in ("conditional", "not_covered", "remarks")}
+    return replace(kept, **said)
 
 
 @dataclass(frozen=True)
@@ -87,11 +95,16 @@ class Saved:
         rows: A dict for each storage, with the columns of `frame`.
         output: What the forward pass returned.
         parameter_bytes: Bytes of the parameters among the kept operands, which are left out of the rows.
+        conditional, not_covered, remarks: What the trace, if there is one, says of itself up to here (`trace.Trace`): a
+            real run may keep something else.
     """
 
     rows: tuple[dict[str, Any], ...]
     output: Output
     parameter_bytes: int
+    conditional: tuple[str, ...] = ()
+    not_covered: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -143,7 +156,10 @@ class Saved:
         return parts
 
     def __repr__(self) -> str:
-        return f"<Saved: {self.total_bytes:,} B in {len(self.rows):,} storages>"
+        doubts = [
+            f"; {name}: {', '.join(said)}" for name in ("conditional", "not_covered") if (said := getattr(self, name))
+        ]
+        return f"<Saved: {self.total_bytes:,} B in {len(self.rows):,} storages{''.join(doubts)}>"
 
 
 def _fits(place: str, patterns: str | Sequence[str]) -> bool:

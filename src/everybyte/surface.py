@@ -83,6 +83,8 @@ def shown_to(run: Tracer, rules: Rules) -> Iterator[None]:
         stack.enter_context(mock.patch.dict(checkpoint._allowed_determinism_checks_to_fns, default=_metadata))
         if not rules.on_host:
             stack.enter_context(_replaced(torch, "get_default_device", _default_device(rules.device)))
+            for module, name, answer in _answers(rules.device):
+                stack.enter_context(_replaced(module, name, answer))
         else:
             # The generator's state is a tensor that no op makes; checkpointing keeps one for each segment.
             stack.enter_context(_replaced(torch, "get_rng_state", _counting(run, torch.get_rng_state)))
@@ -135,8 +137,11 @@ class Surface(TorchFunctionMode):
         """Whether this names the device whose rules hold: by type, or with the number that a single device has."""
         if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
             return False
-        named = torch.device(device)
+        named = self._device(device)
         return named.type == self._rules.device.type and named.index in (None, 0)
+
+    def _device(self, named: Any) -> torch.device:
+        return torch.device(named if self._rules.on_host else _numbered(self._rules.device, named))
 
     def _say(self, func: Any, args: Any, kwargs: Any) -> Any:
         return self._says[func] if _is_traced(args) else func(*args, **kwargs)
@@ -167,7 +172,7 @@ class Surface(TorchFunctionMode):
             rest = [self._rules.device if rest[0].is_meta else rest[0].device, rest[0].dtype, *rest[1:]]
         first = rest[0] if rest and not isinstance(rest[0], torch.dtype) else None
         named = first if first is not None else kwargs.get("device")
-        if named is None or torch.device(named) == META:
+        if named is None or self._device(named) == META:
             return self._run.call(func, (tensor, *rest), kwargs)
 
         def converted(tensor: torch.Tensor) -> Any:
@@ -192,7 +197,7 @@ class Surface(TorchFunctionMode):
         return self._to(torch.Tensor.to, (args[0], self._rules.device if device is None else device), {})
 
     def _check_host(self, device: Any) -> None:
-        if torch.device(device).type != "cpu":
+        if self._device(device).type != "cpu":
             raise ValueError(
                 f"{user_line()}: device={str(device)!r} in a trace by {self._rules.name.upper()} rules; use "
                 f"{self._rules.device.type!r}, or trace by other rules"
@@ -218,7 +223,7 @@ class Surface(TorchFunctionMode):
         device = kwargs.get("device")
         if device is None and not self._rules.on_host and _is_made_for_the_host(sys._getframe(2)):
             device = _HOST
-        if device is not None and torch.device(device) == META:  # asked for by the user: takes no memory in a real run
+        if device is not None and self._device(device) == META:  # asked for by the user: takes no memory in a real run
             with torch._C._DisableTorchDispatch():
                 return func(*args, **kwargs)
         if device is not None and not self._is_own(device):
@@ -270,6 +275,46 @@ def _default_device(device: torch.device) -> Callable[[], torch.device]:
         return chosen() if any(isinstance(mode, DeviceContext) for mode in modes) else device
 
     return asked
+
+
+def _answers(device: torch.device) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    """What code hears that asks whether there is a device: without it a script takes its branch for the host.
+
+    Data sets, loaders and optimizers alone hear the truth, because what they have on the host is really there.
+    """
+    kind = torch.device(device.type)
+    yield torch.cuda, "is_available", lambda: True
+    yield torch.cuda, "device_count", lambda: 1
+    yield torch.cuda, "current_device", lambda: 0
+    yield torch.cuda, "is_bf16_supported", lambda including_emulation=True: True
+    yield torch.cuda, "is_current_stream_capturing", lambda: False
+    yield torch.cuda, "synchronize", lambda device=None: None
+    yield torch.cuda, "reset_peak_memory_stats", lambda device=None: None
+    for module in (torch.cuda, torch.cuda.memory):
+        yield module, "memory_stats", _no_memory_stats
+    for name, answer in (("is_available", True), ("current_accelerator", kind)):
+        yield torch.accelerator, name, _but_to_the_host(getattr(torch.accelerator, name), answer)
+    parse = torch._C._nn._parse_to  # of `Module.to`, which takes the number of a device too
+    yield torch._C._nn, "_parse_to", lambda *args, **kwargs: parse(*(_numbered(kind, arg) for arg in args), **kwargs)
+
+
+def _but_to_the_host(truth: Callable[..., Any], answer: Any) -> Callable[..., Any]:
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        return truth(*args, **kwargs) if _is_made_for_the_host(sys._getframe(1)) else answer
+
+    return asked
+
+
+def _no_memory_stats(device: Any = None) -> Any:
+    raise NotImplementedError(
+        f"{user_line()}: torch.cuda has no memory statistics while a trace runs; leave the call out, and ask "
+        "run.timeline after the block"
+    )
+
+
+def _numbered(kind: torch.device, named: Any) -> Any:
+    """A device that is named by its number alone, which a CPU build of PyTorch does not understand."""
+    return torch.device(kind.type, named) if type(named) is int else named
 
 
 def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -90,8 +90,16 @@ class Timeline:
 
     @cached_property
     def live_bytes(self) -> np.ndarray:
-        """Bytes live after each event, `[events]`, counted from the moment the context began."""
-        return np.cumsum(np.where(self._is_alloc, self._nbytes, -self._nbytes))
+        """Bytes live after each event, `[events]`, counted from the moment the context began.
+
+        Raises:
+            ValueError: If they are more than 2**63 - 1.
+        """
+        changes = np.where(self._is_alloc, self._nbytes, -self._nbytes)
+        live = np.cumsum(changes)
+        if np.abs(live - np.cumsum(changes, dtype=float)).max(initial=0) > 2**62:  # 64 bits have run over
+            raise ValueError("more than 2**63 - 1 bytes are live at once; give smaller sizes")
+        return live
 
     # -- the numbers ---------------------------------------------------------------------------------------------------
 

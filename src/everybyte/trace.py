@@ -191,7 +191,9 @@ class Trace(Run):
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a call of torch's Python face, by the path that the rules give."""
-        if torch.is_autocast_enabled("cpu"):  # seen from here alone: below autograd it looks switched off
+        if torch.is_autocast_enabled(
+            self._rules.device.type
+        ):  # seen from here alone: below autograd it looks switched off
             self.not_covered.add("autocast")
         self._calls.append((function, _current_node()))
         try:

@@ -17,6 +17,9 @@ MiB: Final = 2**20
 GiB: Final = 2**30
 TiB: Final = 2**40
 
+LARGEST: Final = 2**63 - 1
+"""The most bytes that PyTorch, NumPy and Arrow can count: they keep sizes as signed 64-bit integers."""
+
 _BY_NAME: Final = {"B": 1, "KB": KB, "MB": MB, "GB": GB, "KiB": KiB, "MiB": MiB, "GiB": GiB, "TiB": TiB}
 _SIZE: Final = re.compile(r"\s*(\d[\d,_]*(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 

@@ -316,6 +316,8 @@ NOT_COVERED: Final = {
     torch.gru: "cuDNN's GRU",
     torch.rnn_tanh: "cuDNN's RNN",
     torch.rnn_relu: "cuDNN's RNN",
+    torch.lstm_cell: "the fused LSTM cell",
+    torch.gru_cell: "the fused GRU cell",
     torch._native_multi_head_attention: "the fused attention of nn.MultiheadAttention in evaluation",
     torch._transformer_encoder_layer_fwd: "the fused encoder layer in evaluation",
 }
