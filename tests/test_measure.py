@@ -383,3 +383,19 @@ def test_a_model_brought_in_costs_the_same_traced_and_measured():
     at_peak = measured.by("category")["nbytes"]
     assert at_peak["parameter"] == 4 * (8 * 8 + 8 + 8 + 8)
     assert at_peak["buffer"] == 4 * (8 + 8) + 8
+
+
+@pytest.mark.parametrize(
+    "start", [lambda: eb.trace(rules="cpu"), lambda: eb.measure(device="cpu")], ids=["traced", "measured"]
+)
+def test_gradients_are_known_though_their_model_dies_with_the_function_that_made_it(start):
+    def train(run):
+        layer = nn.Linear(8, 4)
+        for _ in run.steps(1):
+            layer(torch.ones(2, 8)).sum().backward()
+
+    with start() as run:
+        train(run)
+    events = run.timeline.frame()
+    made = events[(events["category"] == "gradient") & (events["action"] == "alloc")]
+    assert sorted(made["nbytes"]) == [4 * 4, 4 * 4 * 8]

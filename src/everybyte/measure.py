@@ -72,8 +72,7 @@ class Measurement(Run):
 
     def __exit__(self, exception: type[BaseException] | None, *rest: Any) -> None:
         try:
-            for root in self._attribution.roots:
-                self._label_module(root)
+            self._label_roots()
         finally:
             self._exit.close()
             _running.clear()
@@ -90,6 +89,7 @@ class Measurement(Run):
     # -- marks left in the profile while the code runs -----------------------------------------------------------------
 
     def _begin_step(self, step: int, *, over: bool = False) -> None:
+        self._label_roots()  # the model may be gone before anything else happens
         self._steps_marked = max(self._steps_marked, step)
         _mark("after" if over else "step", step)
 
@@ -108,6 +108,10 @@ class Measurement(Run):
             if isinstance(value, torch.Tensor):
                 labels.setdefault(_address(value), "optimizer state")
         self._leave_labels(labels)
+
+    def _label_roots(self) -> None:
+        for root in self._attribution.roots:
+            self._label_module(root)
 
     def _label_module(self, module: torch.nn.Module) -> None:
         labels = _parameter_labels(list(module.parameters()))

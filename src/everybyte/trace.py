@@ -179,6 +179,7 @@ class Trace(Run):
         )
 
     def _begin_step(self, step: int, *, over: bool = False) -> None:
+        self._label_gradients()  # the model may be gone before anything else happens
         self._storages.recorder.begin_step(step, over=over)
         self._steps_marked = max(self._steps_marked, step)
 
