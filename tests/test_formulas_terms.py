@@ -26,6 +26,7 @@ from everybyte.formulas.terms import (
     g,
     h,
     integer,
+    integers,
     javascript,
     latex,
     m,
@@ -44,6 +45,7 @@ def test_an_integer_is_exact_where_a_float_would_round():
     assert integer(PUBLISHED, SIZES) == 1_912_602_624
     assert integer({"deep": PUBLISHED, "flat": sp.Integer(1)}, SIZES) == 1_912_602_625
     assert type(integer(P, {P: sp.Integer(7)})) is int
+    assert integers(PUBLISHED, SIZES) == {"linear": 570_425_344, "quadratic": 1_342_177_280}
 
 
 @pytest.mark.parametrize(
@@ -90,6 +92,13 @@ def test_widths_are_known_by_dtype_and_unknown_dtypes_are_refused():
 def test_latex_writes_the_published_sum_as_it_was_published():
     assert latex(PUBLISHED["quadratic"] + PUBLISHED["linear"]) == "34 s b h + 5 a s^{2} b"
     assert latex(e * b * s * h / a) == r"\frac{e s b h}{a}"
+
+
+def test_latex_puts_first_what_grows_fastest_with_the_large_sizes():
+    assert latex(16 * s * b + 5 * a * s**2 * b + 34 * s * b * h) == "34 s b h + 5 a s^{2} b + 16 s b"
+    assert latex(8 * s * b + 4 * s * b * V + 2 * s * b * h + 4) == "2 s b h + 4 s b V + 8 s b + 4"
+    assert latex(sp.Rational(16, 5) / a + sp.Rational(34, 5) * d_head) == r"\frac{34 d_{head}}{5} + \frac{16}{5 a}"
+    assert latex(h / a + sp.ceiling(s / 32)) == r"\frac{h}{a} + \left\lceil{\frac{s}{32}}\right\rceil"
 
 
 def test_latex_gives_each_term_a_row_and_a_name_and_ends_with_their_sum():

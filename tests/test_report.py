@@ -2,8 +2,9 @@
 
 import pandas as pd
 import pytest
+import torch
 
-from everybyte import report
+from everybyte import report, saved
 
 
 def test_the_difference_is_between_the_last_two_kinds_of_evidence_that_a_quantity_has():
@@ -33,3 +34,11 @@ def test_side_by_side_keeps_the_order_of_quantities_and_sums_each_kind_over_thos
 def test_a_kind_of_evidence_that_the_book_does_not_know_is_refused():
     with pytest.raises(ValueError, match="'guessed' is no kind of evidence; there are claimed, computed"):
         report.side_by_side(guessed={"peak": 1})
+
+
+def test_what_is_kept_is_shown_with_its_shape_in_words_and_named_by_the_column_that_was_asked_for():
+    layer = torch.nn.Linear(4, 8)
+    rows = report.kept(saved(lambda: layer(torch.ones(2, 4)).relu()))
+    assert rows.loc["addmm", ["bytes", "shape", "operand"]].tolist() == [2 * 4 * 4, "2×4", "mat1"]
+    assert rows["bytes"].tolist() == [32, 64] and "nbytes" not in rows
+    assert report.kept(saved(lambda: layer(torch.ones(2, 4))), index="operand").index.tolist() == ["mat1"]

@@ -17,6 +17,8 @@ from .units import GB, MB
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from .saved import Saved
+
 COLOURS: Final = {
     "parameter": "#0072B2",
     "buffer": "#999999",
@@ -74,6 +76,18 @@ def side_by_side(total: str = "total", **evidence: Mapping[str, int]) -> pd.Data
     names = dict.fromkeys(name for parts in evidence.values() for name in parts)
     rows = {name: {kind: parts[name] for kind, parts in evidence.items() if name in parts} for name in names}
     return ledger({**rows, total: {kind: sum(parts.values()) for kind, parts in evidence.items()}})
+
+
+def kept(saved: Saved, index: str = "op") -> pd.DataFrame:
+    """What autograd keeps, as a page shows it: `Saved.frame`, its `nbytes` called `bytes`, shapes as 4×512×64.
+
+    Args:
+        saved: What a forward pass keeps.
+        index: The column that names the rows.
+    """
+    rows = saved.frame().rename(columns={"nbytes": "bytes"})
+    rows["shape"] = ["×".join(map(str, shape)) for shape in rows["shape"]]
+    return rows.set_index(index)
 
 
 def composition(timeline: Timeline, event: int | None = None) -> pd.DataFrame:

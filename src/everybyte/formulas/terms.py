@@ -43,6 +43,9 @@ LARGEST: Final = 2**63 - 1
 _READING_ORDER: Final = (e, m, r, L, a, a_kv, s, b, h, d_ff, d_head, V)
 """As the field writes a product: 34 s b h, 5 a s² b. Other symbols follow in alphabetical order."""
 
+_LARGE: Final = (s, h, V, d_ff, d_head, p_max, P)
+"""The sizes that run to thousands, by whose powers a sum is sorted; batch, heads, layers and widths are small."""
+
 
 def total(terms: Mapping[str, Any] | Expr) -> Expr:
     """Sum of all terms, however deep, multiplied out."""
@@ -117,6 +120,11 @@ def integer(terms: Mapping[str, Any] | Expr, sizes: Mapping[Symbol, int]) -> int
     return int(result)
 
 
+def integers(terms: Mapping[str, Any], sizes: Mapping[Symbol, int]) -> dict[str, int]:
+    """Exact bytes of each term, by name, as `integer` counts them."""
+    return {name: integer(term, sizes) for name, term in terms.items()}
+
+
 def most(moments: Mapping[str, Terms], sizes: Mapping[Symbol, int]) -> Terms:
     """The moment at which, with these sizes, most is live."""
     return max(moments.values(), key=lambda terms: integer(terms, sizes))
@@ -125,7 +133,8 @@ def most(moments: Mapping[str, Terms], sizes: Mapping[Symbol, int]) -> Terms:
 def latex(terms: Mapping[str, Any] | Expr) -> str:
     """For the page: one expression, or an aligned sum in which each row has its name and the last line is the total.
 
-    Symbols stand in the field's order, 34 s b h and not 34 b h s.
+    Symbols stand in the field's order, 34 s b h and not 34 b h s, and so do summands: what grows fastest with the large
+    sizes first, of those the lowest power of s, so 34 s b h + 5 a s² b + 16 s b.
     """
     if not isinstance(terms, Mapping):
         return _Latex().doprint(sp.sympify(terms))
@@ -213,7 +222,12 @@ class _Latex(LatexPrinter):
         return super()._print_Mul(sp.Mul(*sorted(expr.args, key=_reading), evaluate=False))
 
     def _print_Add(self, expr: Expr, order: Any = None) -> str:
-        return super()._print_Add(sp.Add(*expr.as_ordered_terms("grlex")[::-1], evaluate=False), order)
+        return super()._print_Add(sp.Add(*sorted(expr.args, key=_weight), evaluate=False), order)
+
+
+def _weight(summand: Expr) -> tuple[int, int, str]:
+    powers = summand.as_powers_dict()
+    return -sum(powers.get(size, 0) for size in _LARGE), powers.get(s, 0), str(summand)
 
 
 def _reading(factor: Expr) -> tuple[bool, int, str]:
