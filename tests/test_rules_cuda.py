@@ -131,6 +131,29 @@ def test_cross_entropy_keeps_the_log_softmax_in_the_logits_type_and_two_numbers(
     assert sorted(row["nbytes"] for row in saved.rows) == [2, 8 * 8, 8 * 64 * 2]  # total weight, targets, log-softmax
 
 
+@pytest.mark.parametrize("chunks, per_logit, gib", [(1, 12, 12.72), (8, 7, 7.83)])
+def test_the_loss_head_of_an_8b_model_peaks_as_was_counted_in_the_field(chunks, per_logit, gib):
+    """Upcast chunk by chunk, the logits themselves stay, asked of torchtitan's developers.
+
+    In one piece: log-softmax, its gradient and the logits' gradient, in fp32. In chunks: all logits in bf16, every
+    chunk's log-softmax, and one chunk's two gradients.
+    """
+    n, h, v = 8192, 4096, 128_256
+    with eb.trace(rules="cuda") as run:
+        weight, x = parameter(v, h, dtype=BF16), parameter(n, h, dtype=BF16)
+        targets = torch.zeros(n, dtype=torch.int64)
+        for _ in run.steps(1):
+            logits = x @ weight.T
+            parts = zip(logits.chunk(chunks), targets.chunk(chunks), strict=True)
+            losses = [F.cross_entropy(part.float(), target, reduction="sum") for part, target in parts]
+            if chunks == 1:
+                del logits, parts
+            (sum(losses) / n).backward()
+    peak = run.timeline.live(run.timeline.peak)
+    assert peak[(peak["step"] == 0) & (peak["nbytes"] > 8)]["nbytes"].sum() == per_logit * n * v
+    assert round((per_logit * n * v + 2 * v * h) / 2**30, 2) == gib
+
+
 # -- indices -----------------------------------------------------------------------------------------------------------
 
 

@@ -111,6 +111,20 @@ def test_an_mlp_in_bf16_keeps_18_sbh_with_gelu_and_10_sbh_with_relu(activation, 
     assert kept.total_bytes == per_sbh * SEQUENCE * BATCH * HIDDEN
 
 
+@either_way
+def test_a_swiglu_written_with_tensor_operations_keeps_four_tensors_of_the_mlps_width(rules):
+    """Gate, its SiLU, the other factor and the product; 23 sbh where that width is 2.625 h."""
+    wide = 21 * HIDDEN // 8
+
+    def forward() -> torch.Tensor:
+        gate, up = (nn.Linear(HIDDEN, wide, bias=False, dtype=torch.bfloat16) for _ in range(2))
+        down = nn.Linear(wide, HIDDEN, bias=False, dtype=torch.bfloat16)
+        x = states(dtype=torch.bfloat16)
+        return down(F.silu(gate(x)) * up(x))
+
+    assert eb.saved(forward, rules=rules).total_bytes == 23 * SEQUENCE * BATCH * HIDDEN
+
+
 def test_a_layer_used_100_times_keeps_100_inputs_and_its_weight_once():
     """A GPU reports 4044.00390625 MiB after this forward pass, asked of torchinfo's developers ("recursive Models")."""
     with eb.trace(rules="cpu") as run:
@@ -324,7 +338,7 @@ def test_a_checkpoint_round_each_linear_layer_saves_nothing(rules):
         return x
 
     plain, checkpointed = (eb.saved(lambda again=again: forward(again), rules=rules) for again in (False, True))
-    assert plain.total_bytes == checkpointed.total_bytes == 8 * 4 * 137 * 256
+    assert plain.total_bytes == checkpointed.total_bytes == 8 * 4 * 137 * 256 == 1_122_304
 
 
 # -- what the rows say -------------------------------------------------------------------------------------------------

@@ -263,6 +263,36 @@ def test_a_tensor_of_losses_is_made_of_unknown_values():
     assert len(run.unknown_reads) == 3
 
 
+SIZES = [
+    lambda x, n: x[:, : n.item()],
+    lambda x, n: x[:, :n],
+    lambda x, n: torch.zeros(n.item(), 4),
+    lambda x, n: x.new_zeros(2 * n.item()),
+    lambda x, n: x.narrow(1, 0, n.item()),
+    lambda x, n: F.pad(x, (0, n.item())),
+    lambda x, n: torch.zeros(int(x.sum().item())),
+    lambda x, n: [x for _ in range(n.item())],
+    lambda x, n: [x for _ in range(n)],
+]
+
+
+@pytest.mark.parametrize("use", SIZES)
+@pytest.mark.parametrize("rules", ["cpu", "cuda"])
+def test_an_unknown_value_that_becomes_a_size_makes_the_trace_conditional(use, rules):
+    with eb.trace(rules=rules) as run:
+        x, n = torch.empty(4, 4), run.to_device(np.ones(5000, "int64")).sum()
+        use(x, n)
+    assert len(run.conditional) == 1
+
+
+def test_an_unknown_value_that_is_counted_or_printed_is_no_condition():
+    with eb.trace() as run:
+        x, n = torch.empty(4, 4), run.to_device(np.ones(5000, "int64")).sum()
+        _ = x[:, :2] * n.item() / (n.item() + 1), f"{n.item():d} {x.mean().item():.3f}", int(n.item())
+        _ = x[:, : torch.tensor(3)]  # this one is known
+    assert run.conditional == []
+
+
 def test_autocast_is_not_reproduced_and_said_so():
     with eb.trace() as run:
         layer, x = nn.Linear(8, 8), run.to_device(np.ones((4, 8), "float32"))

@@ -170,7 +170,8 @@ class _Traces:
         try:
             nbytes = self._run(run, dict(zip(self._names, sizes, strict=True)))
         except Exception as error:
-            raise ValueError(f"at {self.named(sizes)}: {type(error).__name__}: {error}") from error
+            reason = str(error).partition("\n")[0]  # of PyTorch's own errors, without their C++ frames
+            raise ValueError(f"at {self.named(sizes)}: {type(error).__name__}: {reason}") from error
         if run.conditional:
             raise ValueError(
                 f"at {self.named(sizes)}: a value that a trace does not have decides a branch at "

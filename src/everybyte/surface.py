@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from .attribution import user_line
 from .kernels import META
 from .rules import Rules
+from .values import UnknownRead, decide_sizes
 
 _FROM_DATA: Final = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 _READS: Final = {
@@ -46,9 +47,36 @@ _LOOKS: Final = frozenset({p.__get__ for p in _PROPERTIES}) | {
 }
 """Calls that only look at a tensor: they make no storage and have one path on every device."""
 
+_SIZED: Final = (
+    frozenset(_device_constructors())
+    | {
+        getattr(owner, name)
+        for owner in (torch, torch.Tensor)
+        for name in (
+            "reshape",
+            "narrow",
+            "tile",
+            "split",
+            "chunk",
+            "topk",
+            "repeat_interleave",
+            "select",
+            "split_with_sizes",
+        )
+    }
+    | {
+        getattr(torch.Tensor, name)
+        for name in ("view", "expand", "repeat", "unfold", "new_empty", "new_zeros", "new_ones")
+    }
+    | {torch.Tensor.new_full, torch._C._nn.pad}
+)
+"""Calls whose whole numbers are sizes, indices or counts of parts: they decide how much memory is taken."""
+
 
 class Tracer(Protocol):
     """What the surface needs of the trace under it."""
+
+    unknown_reads: list[UnknownRead]
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a call by the path that the rules give."""
@@ -125,6 +153,8 @@ class Surface(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _SIZED and self._run.unknown_reads:
+            decide_sizes((*args, *kwargs.values()))
         special = self._special.get(func)
         if special is not None:
             return special(func, args, kwargs)
@@ -208,13 +238,19 @@ class Surface(TorchFunctionMode):
             return self._run.backward(*args, **kwargs)
 
     def _take_index(self, func: Any, args: Any, kwargs: Any) -> Any:
-        index = self._index(args[1]) if self._rules.on_host or args[0].is_meta else args[1]
+        if not (self._rules.on_host or args[0].is_meta):
+            return self._run.call(func, args, kwargs)
+        index = self._index(args[1])
+        decide_sizes(index)
         return self._run.call(func, (args[0], index, *args[2:]), kwargs)
 
     def _index(self, index: Any) -> Any:
-        """Lists and arrays in an index become tensors, as they do in a real run, which then counts."""
+        """Lists and arrays in an index become tensors, as they do in a real run, which then counts; bounds are read."""
         if isinstance(index, tuple):
             return tuple(self._index(part) for part in index)
+        if isinstance(index, slice):
+            bounds = (index.start, index.stop, index.step)
+            return slice(*(self._run.read_out(torch.Tensor.item, at) if _is_traced((at,)) else at for at in bounds))
         if isinstance(index, (list, np.ndarray)) and not any(isinstance(i, torch.Tensor) for i in tree_leaves(index)):
             return self._make(torch.tensor, (index,), {})
         return index

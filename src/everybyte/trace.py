@@ -242,6 +242,8 @@ class Trace(Run):
                 return function(real.detach())
             zeros = function(torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu"))
         line = self._unknown_read(function.__name__, tensor)
+        if not tensor.is_floating_point() and values.counts_loop(*user_frame()):
+            self._decided(line)
         return tree_map_only((int, float), lambda zero: values.unknown(zero, lambda: self._decided(line)), zeros)
 
     def counts(self, tensor: torch.Tensor) -> bool:

@@ -49,7 +49,8 @@ def unknown(number: float, decided: Callable[[], None]) -> float:
 
     Args:
         number: The type's zero.
-        decided: Called whenever the stand-in, or what was computed from it, is compared or used as a condition.
+        decided: Called whenever the stand-in, or what was computed from it, is compared, cut to a whole number, or used
+            as a condition or (`decide_sizes`) a size.
     """
     if type(number) not in _STAND_INS:
         return number
@@ -81,6 +82,8 @@ def _stand_in(base: type) -> type:
     deciding = ("bool", "lt", "le", "gt", "ge", "eq", "ne")
     binary = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
     arithmetic = ("neg", "pos", "abs", "round", *binary, *(f"r{name}" for name in binary))
+    if base is float:
+        deciding = (*deciding, "int", "trunc", "floor", "ceil")  # becomes a plain number, a size as a rule
     methods = {f"__{name}__": telling(f"__{name}__") for name in deciding}
     methods |= {f"__{name}__": passing_on(f"__{name}__") for name in arithmetic}
     return type(f"Unknown{base.__name__.title()}", (base,), {**methods, "__hash__": base.__hash__})
@@ -88,6 +91,17 @@ def _stand_in(base: type) -> type:
 
 _STAND_INS: Final[dict[type, type]] = {}
 _STAND_INS |= {float: _stand_in(float), int: _stand_in(int)}
+
+
+def decide_sizes(value: Any) -> None:
+    """Lets stand-ins among sizes, indices and slices tell that they decide something."""
+    if isinstance(value, tuple(_STAND_INS.values())):
+        value.decided()
+    elif isinstance(value, slice):
+        decide_sizes((value.start, value.stop, value.step))
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            decide_sizes(part)
 
 
 class KnownValues:
@@ -179,28 +193,47 @@ def decides_branch(filename: str, lineno: int) -> bool:
     """Whether a value that was read as a plain number on this line of source decides which way the program goes.
 
     `float(loss)` must return a plain number, which cannot tell; so the source is asked. True if the line lies in a
-    comparison or in the test of an `if`, `while`, `assert`, conditional expression or comprehension, or if it assigns a
-    name that such a test of the same function uses. Where the source cannot be read, the answer is the cautious one.
+    comparison or in the test of an `if`, `while`, `assert`, conditional expression or comprehension, or in a `range`,
+    or if it assigns a name that such a test of the same function uses. Where the source cannot be read, the answer is
+    the cautious one.
     """
+
+    def tests(node: ast.AST) -> list[ast.AST]:
+        if isinstance(node, ast.Compare):
+            return [node]
+        if isinstance(node, (ast.If, ast.While, ast.IfExp, ast.Assert)):
+            return [node.test]
+        return list(node.ifs) if isinstance(node, ast.comprehension) else _ranges(node)
+
+    return _is_used(filename, lineno, tests)
+
+
+def counts_loop(filename: str, lineno: int) -> bool:
+    """As `decides_branch`, of `range` alone: it asks a stand-in for nothing, which then cannot tell either."""
+    return _is_used(filename, lineno, _ranges)
+
+
+def _ranges(node: ast.AST) -> list[ast.AST]:
+    called = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "range"
+    return [node] if called else []
+
+
+def _is_used(filename: str, lineno: int, places: Callable[[ast.AST], list[ast.AST]]) -> bool:
+    """Whether a line lies in one of the places of its function, or assigns a name that one of them uses."""
     try:
         tree = ast.parse("".join(linecache.getlines(filename)))
     except (SyntaxError, ValueError):
         return True
     own = list(_own_nodes(_innermost_function(tree, lineno)))
-    tests: list[ast.AST] = [node for node in own if isinstance(node, ast.Compare)]
-    for node in own:
-        if isinstance(node, (ast.If, ast.While, ast.IfExp, ast.Assert)):
-            tests.append(node.test)
-        elif isinstance(node, ast.comprehension):
-            tests += node.ifs
-    if any(_spans(test, lineno) for test in tests):
+    found = [place for node in own for place in places(node)]
+    if any(_spans(place, lineno) for place in found):
         return True
     assigned: set[str] = set()
     for node in own:
         if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr)) and _spans(node, lineno):
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                 assigned |= _names(target)
-    return any(assigned & _names(test) for test in tests)
+    return any(assigned & _names(place) for place in found)
 
 
 def _innermost_function(tree: ast.AST, lineno: int) -> ast.AST:
