@@ -166,6 +166,8 @@ def test_decoding_is_megabytes_beside_gigabytes_of_cache_and_a_prompt_in_one_go_
         (lambda: kv_cache(9), "bits=9: a quantized element has from 1 to 8"),
         (lambda: kv_cache(0), "bits=0: must be an integer from 1"),
         (lambda: kv_cache(4, constants=1.5), "constants=1.5"),
+        (lambda: kv_cache(4, group=0), "group=0: must be an integer from 1"),
+        (lambda: moments(inner=0), "inner=0: must be an integer from 1"),
         (lambda: moments("linear"), "attention='linear': choose one of 'eager', 'flash'"),
         (lambda: moments(mlp="moe"), "mlp='moe': choose one of 'gelu'"),
         (lambda: inference.sizes(1, 1, layers=1, hidden=10, heads=3), "give head_width, which is not hidden / heads"),

@@ -259,6 +259,9 @@ def test_the_seeds_network_has_the_parameters_of_its_tensors():
         (lambda: layer(mlp="geglu"), "kind='geglu': choose one of 'gelu'"),
         (lambda: layer(checkpoint="half"), "checkpoint='half': choose one of 'none', 'selective', 'full'"),
         (lambda: transformer.parameters(mlp="moe"), "mlp='moe'"),
+        (lambda: transformer.parameters(inner=0), "inner=0: must be an integer from 1"),
+        (lambda: layer(kv_heads=1.5), "kv_heads=1.5"),
+        (lambda: layer(inner=-4), "inner=-4"),
         (lambda: transformer.sizes(1, 1, 10, 3), "hidden=10, heads=3: the heads must divide the hidden size"),
         (
             lambda: transformer.sizes(1, 1, 12, 4, kv_heads=3),

@@ -14,7 +14,7 @@ from typing import Any
 import sympy as sp
 from sympy import Expr, Symbol
 
-from .terms import L, Terms, V, a, a_kv, b, choose, d_ff, d_head, e, h, s, whole, width
+from .terms import L, Terms, V, a, a_kv, b, choose, d_ff, d_head, e, expression, h, s, whole, width
 
 c, t = sp.symbols("c t", positive=True, integer=True)
 
@@ -65,7 +65,7 @@ def kv_cache(bits: int | None = None, *, group: Any = d_head, constants: int = 4
         constants: Bytes that each group has: 4 for an fp32 scale, or an fp16 scale and an fp16 zero.
 
     Raises:
-        ValueError: If bits are not from 1 to 8, or the constants no bytes.
+        ValueError: If bits are not from 1 to 8, the group no size, or the constants no bytes.
     """
     rows = L * b * s * a_kv
     if bits is None:
@@ -73,7 +73,7 @@ def kv_cache(bits: int | None = None, *, group: Any = d_head, constants: int = 4
     if whole("bits", bits) > 8:
         raise ValueError(f"bits={bits}: a quantized element has from 1 to 8; leave it out for elements of e bytes")
     packed = rows * sp.ceiling(bits * d_head / sp.Integer(8))
-    scales = whole("constants", constants) * rows * sp.ceiling(d_head / group)
+    scales = whole("constants", constants) * rows * sp.ceiling(d_head / expression("group", group))
     return {"keys": packed, "key constants": scales, "values": packed, "value constants": scales}
 
 
@@ -108,7 +108,8 @@ def moments(attention: str = "eager", mlp: str = "gelu", *, inner: Expr | None =
     """
     choose("attention", attention, ("eager", "flash"))
     choose("mlp", mlp, ("gelu", "relu", "swiglu"))
-    states, wide = e * b * c * h, e * b * c * (inner or (d_ff if mlp == "swiglu" else 4 * h))
+    default = d_ff if mlp == "swiglu" else 4 * h
+    states, wide = e * b * c * h, e * b * c * (default if inner is None else expression("inner", inner))
     query, key = e * b * c * a * d_head, e * b * c * a_kv * d_head
     core = {
         "eager": {

@@ -12,7 +12,7 @@ from typing import Any, Final
 import sympy as sp
 from sympy import Expr
 
-from .terms import HIDDEN, L, P, Terms, choose, e, present, whole
+from .terms import HIDDEN, L, P, Terms, choose, e, expression, present, whole
 
 N, largest = sp.symbols("N P_largest", positive=True, integer=True)
 """GPUs that share the work; numbers in the largest parameter tensor."""
@@ -45,6 +45,7 @@ def adam(recipe: str, count: Expr = P) -> Terms:
         ValueError: If there is no such recipe.
     """
     choose("recipe", recipe, RECIPES)
+    count = expression("count", count)
     return present({part: width * count for part, width in zip(PARTS, RECIPES[recipe], strict=True)})
 
 
@@ -83,6 +84,7 @@ def adam_8bit(block: int = 2048, count: Expr = P, weights: int = 2) -> Terms:
         count: Learnt numbers.
         weights: Bytes of a weight and of a gradient.
     """
+    count = expression("count", count)
     width, constants = whole("weights", weights), 4 * sp.ceiling(count / whole("block", block))
     return {
         "weights": width * count,
@@ -100,8 +102,13 @@ def lora_parameters(rank: Any, matrices: Iterable[tuple[Any, Any, Any]]) -> Expr
     Args:
         rank: r.
         matrices: (width in, width out, copies) of each adapted kind of matrix.
+
+    Raises:
+        ValueError: If one of them is a number, and no positive integer.
     """
-    return sp.expand(sum((rank * (wide + out) * copies for wide, out, copies in matrices), sp.S.Zero))
+    rank = expression("rank", rank)
+    sizes = ([expression("matrices", size) for size in matrix] for matrix in matrices)
+    return sp.expand(sum((rank * (wide + out) * copies for wide, out, copies in sizes), sp.S.Zero))
 
 
 def lora(adapters: Expr, recipe: str = "bf16", base: Terms | None = None) -> Terms:
@@ -123,6 +130,7 @@ def nf4(double: bool = True, count: Expr = P) -> Terms:
 
     The tables of 16 and 256 values, and the mean that a library takes off the constants, are left out.
     """
+    count = expression("count", count)
     blocks = sp.ceiling(count / 64)
     constants = {"constants": blocks, "constants of the constants": 4 * sp.ceiling(blocks / 256)}
     return {"4-bit weights": sp.ceiling(count / 2)} | (constants if double else {"constants": 4 * blocks})

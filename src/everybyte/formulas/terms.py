@@ -84,6 +84,15 @@ def whole(name: Any, size: Any, least: int = 1) -> int:
     return number
 
 
+def expression(name: str, size: Any) -> Expr:
+    """A size in a formula, which may stay a symbol or be made of some.
+
+    Raises:
+        ValueError: If it is a number, and no positive integer.
+    """
+    return size if isinstance(size, Expr) and size.free_symbols else sp.Integer(whole(name, size))
+
+
 def choose(name: str, word: str, words: Iterable[str]) -> None:
     """Raises ValueError if the word is none of those."""
     if word not in (words := tuple(words)):

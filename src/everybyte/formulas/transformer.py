@@ -31,6 +31,7 @@ from .terms import (
     d_ff,
     d_head,
     e,
+    expression,
     g,
     h,
     m,
@@ -118,7 +119,7 @@ def attention(
     choose("mask", mask, ("none", "boolean"))
     if (kind, mask) == ("flash", "boolean"):
         raise ValueError("mask='boolean': the flash kernel takes no mask and is causal by itself; leave it out")
-    narrow = HIDDEN * kv_heads / a
+    narrow = HIDDEN * expression("kv_heads", kv_heads) / a
     kept = {
         "QKV input": ops.linear()["input"],
         "Q and K": total(ops.product(HIDDEN, narrow)),
@@ -152,7 +153,8 @@ def mlp(kind: str = "gelu", *, dropout: bool = True, inner: Expr | None = None) 
         ValueError: If `kind` is unknown.
     """
     choose("kind", kind, ("gelu", "relu", "swiglu", "swiglu fused"))
-    between = b * s * (inner or (d_ff if kind.startswith("swiglu") else 4 * h))
+    default = d_ff if kind.startswith("swiglu") else 4 * h
+    between = b * s * (default if inner is None else expression("inner", inner))
     factors = ops.product(between, between)
     activation = {
         "gelu": {"GELU input": ops.gelu(between)["GELU input"]},
@@ -364,8 +366,8 @@ def parameters(
         mlp, kv_heads, inner: As in `layer`.
     """
     choose("mlp", mlp, ("gelu", "relu", "swiglu", "swiglu fused"))
-    gated, narrow = mlp.startswith("swiglu"), h * kv_heads / a
-    inner = inner or (d_ff if gated else 4 * h)
+    gated, narrow = mlp.startswith("swiglu"), h * expression("kv_heads", kv_heads) / a
+    inner = (d_ff if gated else 4 * h) if inner is None else expression("inner", inner)
     products = {
         "QKV": (h, h + 2 * narrow),
         "output projection": (h, h),
