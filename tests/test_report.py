@@ -1,10 +1,12 @@
 """Tables that set evidence side by side: what a reader would be told wrongly if one of these failed."""
 
+import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 import torch
 
 from everybyte import report, saved
+from everybyte.timeline import Recorder
 
 
 def test_the_difference_is_between_the_last_two_kinds_of_evidence_that_a_quantity_has():
@@ -42,3 +44,24 @@ def test_what_is_kept_is_shown_with_its_shape_in_words_and_named_by_the_column_t
     assert rows.loc["addmm", ["bytes", "shape", "operand"]].tolist() == [2 * 4 * 4, "2×4", "mat1"]
     assert rows["bytes"].tolist() == [32, 64] and "nbytes" not in rows
     assert report.kept(saved(lambda: layer(torch.ones(2, 4))), index="operand").index.tolist() == ["mat1"]
+
+
+def test_a_life_ends_with_the_last_step_and_its_legend_names_what_can_be_seen():
+    recorder = Recorder()
+    recorder.label(recorder.alloc(5_000), "parameter")
+    recorder.label(recorder.alloc(5), "buffer")
+    recorder.label(recorder.alloc(6), "input")
+    recorder.begin_step(0)
+    recorder.free(recorder.alloc(1_000 - 11))
+    recorder.begin_step(1, over=True)
+    for storage in range(3):
+        recorder.free(storage)
+    ax = report.life(recorder.finish({}))
+    try:
+        assert [text.get_text() for text in ax.get_legend().get_texts()] == ["parameter", "temporary", "input"]
+        assert ax.get_xlim() == (3, 5)
+        assert ax.get_ylim()[1] == pytest.approx(6_000 * 1.12)
+        drawn = max(points[:, 0].max() for area in ax.collections for points in [area.get_paths()[0].vertices])
+        assert drawn == 4
+    finally:
+        plt.close(ax.figure)

@@ -61,6 +61,7 @@ def test_rounding_raises_every_size_and_leaving_a_category_out_moves_the_start_w
     assert run.rounded(512).peak_bytes == 512 + 1024 + 512
     bare = run.without("parameter")
     assert (bare.start_bytes, bare.peak_bytes) == (0, 750)
+    assert (bare.info["end_event"], len(bare)) == (len(run) - 1, len(run) - 1)  # the weight was not released
 
 
 def test_more_live_bytes_than_64_bits_can_say_are_refused_and_not_wrapped():

@@ -68,6 +68,38 @@ def test_phases_follow_the_training_loop():
     assert order == ["forward", "backward", "optimizer"]
 
 
+@pytest.mark.parametrize("run", [lambda: eb.trace(rules="cpu"), lambda: eb.measure("cpu")], ids=["trace", "measure"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])  # without it the optimizer's step allocates nothing
+def test_between_the_optimizer_s_step_and_the_next_module_nothing_is_forward(run, momentum):
+    with run() as run:
+        model, x = nn.Linear(8, 8), run.to_device(torch.zeros(4, 8))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+        for _ in run.steps(2):
+            for _ in range(2):
+                model(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                torch.zeros(1000)
+    frame = run.timeline.frame()
+    let_go = frame[(frame["action"] == "free") & (frame["category"] == "gradient")]
+    assert len(let_go) == 8 and set(let_go["phase"]) == {"other"}
+    assert set(frame[frame["nbytes"] == 4000]["phase"]) == {"other"}
+    products = frame[(frame["op"] == "addmm") & (frame["action"] == "alloc")]
+    assert products[["step", "phase"]].values.tolist() == [[step, "forward"] for step in (0, 0, 1, 1)]
+
+
+def test_a_step_without_modules_is_forward_again_when_the_next_one_begins():
+    with eb.trace(rules="cpu") as run:
+        weight = nn.Parameter(torch.ones(8))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        for _ in run.steps(2):
+            (weight.exp() * 3).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    kept = run.timeline.frame().query("action == 'alloc' and category == 'activation' and op == 'exp'")
+    assert kept["step"].tolist() == [0, 1]
+
+
 def test_lines_are_the_user_s_own():
     lines = traced().timeline.frame()["line"]
     assert lines[lines != ""].str.contains("test_trace.py:").all()

@@ -180,6 +180,7 @@ class _Reader:
             self._optimizer = True
             self.read(children)
             self._optimizer = False
+            self.recorder.end_update()
         elif _is_kernel(name, any(child.name == name for child in children)):
             self._in_kernel(name, children)
         else:

@@ -102,6 +102,9 @@ def composition(timeline: Timeline, event: int | None = None) -> pd.DataFrame:
 def life(timeline: Timeline, ax: Axes | None = None, *, start: int | None = None) -> Axes:
     """Draws the life of a run: live bytes by category over the events, stacked, the peak marked and named.
 
+    The drawing ends with the last step, or with the run where no step was marked. The legend leaves out a category that
+    never reaches a thousandth of the peak: it is too thin to be seen.
+
     Args:
         timeline: The run.
         ax: Axes to draw on; a new figure's if left out.
@@ -112,15 +115,15 @@ def life(timeline: Timeline, ax: Axes | None = None, *, start: int | None = None
     ax = ax or plt.subplots(figsize=(9, 4))[1]
     first = int(timeline.info.get("start_event", 0)) if start is None else start
     unit, name = _unit(timeline.peak_bytes)
-    curves = _live_by_category(timeline)
-    shown = [category for category in CATEGORIES if curves[category][first:].any()]
-    x = np.arange(first, len(timeline))
-    keep = _corners(np.sum([curves[c] for c in shown], axis=0)[first:])
+    end = int(timeline.info.get("end_event", len(timeline)))
+    curves = {category: curve[first:end] for category, curve in _live_by_category(timeline).items()}
+    visible = timeline.peak_bytes / 1000
+    keep = _corners(timeline.live_bytes[first:end])
     ax.stackplot(
-        x[keep],
-        [curves[category][first:][keep] / unit for category in shown],
-        labels=shown,
-        colors=[COLOURS[category] for category in shown],
+        np.arange(first, end)[keep],
+        [curve[keep] / unit for curve in curves.values()],
+        labels=[kind if curve.max(initial=0) >= visible else f"_{kind}" for kind, curve in curves.items()],
+        colors=[COLOURS[category] for category in curves],
         linewidth=0,
     )
     ax.axvline(timeline.peak, color="0.5", linewidth=0.8, linestyle=":")
@@ -131,7 +134,7 @@ def life(timeline: Timeline, ax: Axes | None = None, *, start: int | None = None
         xytext=(4, 4),
         textcoords="offset points",
     )
-    ax.set(xlabel="allocations and releases, in order", ylabel=f"live, {name}", xlim=(first, len(timeline)))
+    ax.set(xlabel="allocations and releases, in order", ylabel=f"live, {name}", xlim=(first, end))
     ax.set_ylim(0, timeline.peak_bytes / unit * 1.12)
     ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     return ax

@@ -59,8 +59,9 @@ class Timeline:
 
     Args:
         table: An Arrow table with the columns of `SCHEMA`.
-        info: What is known of the run as a whole, for example `evidence` ("traced" or "measured") and `start_event`,
-            the number of events before step 0. Stored with the table in Parquet.
+        info: What is known of the run as a whole, for example `evidence` ("traced" or "measured"), `start_event` and
+            `end_event`, the numbers of events before step 0 and until the last step's end. Stored with the table in
+            Parquet.
 
     Raises:
         ValueError: If a column is missing or a count of bytes is negative.
@@ -139,8 +140,8 @@ class Timeline:
             raise ValueError(f"no category {sorted(unknown)[0]!r}; there are {', '.join(CATEGORIES)}")
         keep = ~np.isin(self._text("category"), categories)
         info = dict(self.info)
-        if "start_event" in info:
-            info["start_event"] = int(keep[: info["start_event"]].sum())
+        for mark in info.keys() & {"start_event", "end_event"}:
+            info[mark] = int(keep[: info[mark]].sum())
         return Timeline(self.table.filter(pa.array(keep)), info)
 
     # -- tables --------------------------------------------------------------------------------------------------------
@@ -245,9 +246,11 @@ class Recorder:
         self._kept_for_backward: set[int] = set()
         self._live: set[int] = set()
         self._in_loop = False
+        self._updated = False  # the optimizer's step is over, and no module has run since
         self.step = -1
         self.phase = "other"
         self.start_event: int | None = None
+        self.end_event: int | None = None
 
     def alloc(self, nbytes: int, **what: Any) -> int:
         """Records an allocation and returns the storage's id. `what` holds op, module, shape, dtype, device, line."""
@@ -272,16 +275,26 @@ class Recorder:
 
     def begin_step(self, step: int, *, over: bool = False) -> None:
         """Events from here on belong to `step`; `over` says that the loop has ended and `step` is what follows it."""
-        self.step, self._in_loop = step, not over
+        self.step, self._in_loop, self._updated = step, not over, False
         self.phase = "other" if over else "forward"
         if self.start_event is None:
             self.start_event = len(self._events)
+        self.end_event = len(self._events) if over else None
+
+    def end_update(self) -> None:
+        """Says that an optimizer's step is over: gradients are let go, the learning rate moves, nothing is forward."""
+        self._updated = True
 
     def enter_phase(self, *, backward: bool, optimizer: bool, module: str) -> None:
-        """Sets the phase from what is running; what belongs to no pass is "other"."""
+        """Sets the phase from what is running; what belongs to no pass is "other".
+
+        In a step all is forward that is neither backward nor the optimizer's, because a loss need not be a module's;
+        after the optimizer's step (`end_update`) only what a module's forward begins.
+        """
         if backward and self.phase != "backward":
             self._kept_for_backward |= self._live
-        forward = bool(module) or self._in_loop
+        self._updated = self._updated and not module
+        forward = bool(module) or (self._in_loop and not self._updated)
         self.phase = "backward" if backward else "optimizer" if optimizer else "forward" if forward else "other"
 
     def _category_of(self, storage: int) -> str:
@@ -321,5 +334,6 @@ class Recorder:
             **owned,
         }
         arrays = [pa.array(columns[field.name], field.type) for field in SCHEMA]
-        known = {**info, "start_event": self.start_event or 0}
+        end = len(self._events) if self.end_event is None else self.end_event
+        known = {**info, "start_event": self.start_event or 0, "end_event": end}
         return Timeline(pa.Table.from_arrays(arrays, schema=SCHEMA), known)

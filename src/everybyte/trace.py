@@ -476,6 +476,8 @@ class Trace(Run):
 
     def _on_optimizer(self, optimizer: torch.optim.Optimizer, begins: bool) -> None:
         self._optimizing = begins
+        if not begins:
+            self._storages.recorder.end_update()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         with torch._C.DisableTorchFunction():
             for parameter in parameters:
