@@ -84,6 +84,22 @@ def test_group_norm_keeps_statistics_in_the_input_s_type_and_batch_norm_in_singl
     assert [row["nbytes"] for row in flat.rows if row["role"] != "buffer"] == [4 * 4, 4 * 4]
 
 
+def test_kernels_that_read_contiguous_memory_copy_what_is_not():
+    n = 4 * 8 * 64
+    across = lambda: parameter(64, 8).T  # noqa: E731
+    with eb.trace(rules="cuda") as run:
+        F.layer_norm(across(), (64,)).backward(torch.empty(64, 8).T)
+        F.softmax(across(), -1)
+        F.log_softmax(parameter(8, 64), -1).backward(torch.empty(64, 8).T)
+    frame = run.timeline.frame().query("category == 'scratch' and action == 'alloc'")
+    assert frame.groupby("op")["nbytes"].apply(list).to_dict() == {
+        "native_layer_norm": [n],
+        "native_layer_norm_backward": [n, n],  # input and gradient
+        "_softmax": [n],
+        "_log_softmax_backward_data": [n],  # the gradient
+    }
+
+
 # -- products ----------------------------------------------------------------------------------------------------------
 
 
@@ -226,6 +242,7 @@ def backends(call):
         (lambda: F.scaled_dot_product_attention(*qkv(2, 4, 8, 16, dtype=torch.float32)), "efficient"),
         (lambda: F.scaled_dot_product_attention(*qkv(2, 4, 8, 16), torch.ones(8, 8, dtype=torch.bool)), "efficient"),
         (lambda: F.scaled_dot_product_attention(*qkv(2, 4, 8, 264)), "efficient"),
+        (lambda: F.scaled_dot_product_attention(*qkv(2, 4, 8, 260)), None),  # no multiple of 8
         (lambda: F.scaled_dot_product_attention(*qkv(2, 4, 8, 16, dtype=torch.float64)), None),
         (lambda: F.scaled_dot_product_attention(*qkv(2, 4, 8, 6, dtype=torch.float32)), None),
         (
@@ -328,6 +345,62 @@ def test_flash_attention_s_backward_sums_in_single_precision_beside_its_gradient
     copies = 2 * [2 * b * a * s * d]  # gradient and output, into the order [b, s, a, d]
     assert scratch == [*copies, 4 * b * a * 256, 4 * b * 256 * a * 64]  # s up to a multiple of 128, d of 32
     assert frame[frame["category"] != "scratch"]["nbytes"].tolist() == 3 * [2 * b * a * s * d]
+
+
+def scratch_of(run, op):
+    """Bytes that a kernel took for itself, in order."""
+    return run.timeline.frame().query("op == @op and category == 'scratch' and action == 'alloc'")["nbytes"].tolist()
+
+
+def test_flash_attention_s_backward_of_grouped_heads_has_gradients_for_every_head_first():
+    b, a, s, d = 2, 4, 130, 40
+    with eb.trace(rules="cuda") as run:
+        q, k, v = qkv(b, a, s, d, kv_heads=2)
+        F.scaled_dot_product_attention(q, k, v, enable_gqa=True).sum().backward()
+    expanded = 2 * [2 * b * a * s * d]  # of key and value, in bf16, before they are summed over each group
+    assert scratch_of(run, "_scaled_dot_product_flash_attention_backward")[-2:] == expanded
+
+
+def test_the_memory_efficient_kernel_sums_wide_heads_of_halves_outside_of_registers():
+    b, a, s, d = 2, 4, 8, 264
+    with eb.trace(rules="cuda") as run:
+        for dtype, width in ((BF16, d), (torch.float32, d), (BF16, 128)):
+            q, k, v = qkv(b, a, s, width, dtype=dtype)
+            F.scaled_dot_product_attention(q, k, v, torch.ones(s, s, dtype=torch.bool))
+    assert scratch_of(run, "_scaled_dot_product_efficient_attention") == [4 * b * a * s * d]
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_the_memory_efficient_backward_sums_rows_by_way_of_a_product_where_its_kernel_does_not(dtype):
+    b, a, s, d = 2, 4, 8, 16
+    with eb.trace(rules="cuda") as run:
+        out = F.scaled_dot_product_attention(*qkv(b, a, s, d, dtype=dtype), torch.ones(s, s, dtype=torch.bool))
+        out.backward(torch.empty(b, s, a, d, dtype=dtype).transpose(1, 2))
+    rows = 4 * b * a * s
+    expected = [rows] if dtype == BF16 else [rows * d, rows, rows]
+    assert scratch_of(run, "_scaled_dot_product_efficient_attention_backward") == expected
+
+
+def test_cudnn_s_attention_makes_a_log_sum_exp_only_for_a_backward_pass():
+    b, a, s, d = 2, 4, 8, 16
+    made = {}
+    for learns in (True, False):
+        with eb.trace(rules="cuda") as run, sdpa_kernel(SDPBackend.CUDNN_ATTENTION), torch.set_grad_enabled(learns):
+            F.scaled_dot_product_attention(*qkv(b, a, s, d))
+        frame = run.timeline.frame().query("op == '_scaled_dot_product_cudnn_attention' and action == 'alloc'")
+        made[learns] = frame["nbytes"].tolist()
+    out, lse = 2 * b * a * s * d, 4 * b * a * s
+    assert made[True][:2] == [out, lse]
+    assert lse not in made[False] and made[False][0] == out
+
+
+def test_a_softmax_that_minds_rows_without_a_score_takes_what_it_is_composed_of():
+    b, a, s, d = 2, 4, 8, 16
+    with eb.trace(rules="cuda") as run, sdpa_kernel(SDPBackend.MATH):
+        F.scaled_dot_product_attention(*qkv(b, a, s, d, dtype=torch.float32))
+    scores = b * a * s * s
+    # The plain softmax, -inf, where a score is -inf, which rows are so throughout, and 0.
+    assert scratch_of(run, "_safe_softmax") == [4 * scores, 4, scores, b * a * s, 4]
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
