@@ -160,6 +160,12 @@ def test_decoding_is_megabytes_beside_gigabytes_of_cache_and_a_prompt_in_one_go_
     assert all(set(transformer.by_degree(part)) <= {0, 1} for part in fused.values())
 
 
+def test_a_fused_kernel_has_a_log_sum_exp_in_single_precision_beside_queries_and_output():
+    sizes = inference.sizes(2, 64, layers=1, hidden=48, heads=4, queries=8, element="bfloat16")
+    states = 2 * 2 * 8 * 48
+    assert integer(moments("flash")["fused attention"], sizes) == 3 * states + 4 * 2 * 4 * 8  # the residual stream too
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

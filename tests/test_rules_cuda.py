@@ -80,6 +80,10 @@ def test_group_norm_keeps_statistics_in_the_input_s_type_and_batch_norm_in_singl
     assert [row["nbytes"] for row in group.rows] == [3 * 2 * 2, 3 * 2 * 2]
     batch = kept(lambda: nn.BatchNorm2d(4)(x()))
     assert [row["nbytes"] for row in batch.rows if row["role"] != "buffer"] == [4 * 4, 4 * 4]
+    cudnn = kept(lambda: nn.BatchNorm2d(4).eval()(parameter(3, 4, 5, 5)))
+    assert [row["nbytes"] for row in cudnn.rows if row["role"] not in ("buffer", "input")] == []
+    flat = kept(lambda: nn.BatchNorm1d(4).eval()(parameter(3, 4)))
+    assert [row["nbytes"] for row in flat.rows if row["role"] not in ("buffer", "input")] == [4 * 4, 4 * 4]
     flat = kept(lambda: nn.BatchNorm1d(4, dtype=torch.float16).eval()(parameter(3, 4, dtype=torch.float16)))
     assert [row["nbytes"] for row in flat.rows if row["role"] != "buffer"] == [4 * 4, 4 * 4]
 
