@@ -1,6 +1,6 @@
 import pytest
 
-from everybyte.units import format_bytes, parse_bytes, round_up
+from everybyte.units import format_bytes, in_the_style_of, parse_bytes, round_up
 
 
 @pytest.mark.parametrize(
@@ -39,3 +39,10 @@ def test_what_is_no_size_is_refused_with_an_example(text):
 
 def test_rounding_goes_up_and_leaves_multiples_alone():
     assert [round_up(n, 512) for n in (0, 1, 511, 512, 513)] == [0, 512, 512, 512, 1024]
+
+
+def test_a_number_is_written_in_the_unit_and_to_the_digits_of_another():
+    assert in_the_style_of("1.05 GB", 1_048_576_000) == "1.05 GB"
+    assert in_the_style_of("2 KiB", 1_535) == "1 KiB"
+    with pytest.raises(ValueError, match="'much' is not a size"):
+        in_the_style_of("much", 1)

@@ -61,6 +61,21 @@ def parse_bytes(size: int | str) -> int:
     return int(whole) * unit + (int(fraction) * unit // 10 ** len(fraction) if fraction else 0)
 
 
+def in_the_style_of(size: str, nbytes: int) -> str:
+    """Writes a number of bytes as a size is written, in its unit and to its digits.
+
+        >>> in_the_style_of("45.9 GB", 45_902_462_976), in_the_style_of("233 KB", 233_472)
+        ('45.9 GB', '233 KB')
+
+    Raises:
+        ValueError: If `size` is no number and unit, as of `parse_bytes`.
+    """
+    number, _, unit = size.partition(" ")
+    width = parse_bytes(f"1 {unit}")
+    parse_bytes(size)
+    return f"{nbytes / width:.{len(number.partition('.')[2])}f} {unit}"
+
+
 def round_up(nbytes: int, granularity: int) -> int:
     """The smallest multiple of `granularity` that is at least `nbytes`; 0 stays 0."""
     return -(-nbytes // granularity) * granularity
