@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 import torch
 
-from everybyte import report, saved
+from everybyte import report, saved, trace
 from everybyte.timeline import Recorder
 
 
@@ -65,3 +65,18 @@ def test_a_life_ends_with_the_last_step_and_its_legend_names_what_can_be_seen():
         assert drawn == 4
     finally:
         plt.close(ax.figure)
+
+
+def test_lives_draws_each_run_to_its_own_peak_over_the_same_progress():
+    runs = {}
+    for n in 1_000, 3_000:
+        with trace(rules="cpu") as run:
+            for _ in run.steps(2):
+                torch.ones(n).square()
+        runs[f"{n} numbers"] = run.timeline
+    ax = report.lives(runs, plt.figure().gca())
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == list(runs)
+    assert [line.get_ydata().max() for line in ax.lines] == [8_000, 24_000]
+    assert all(line.get_xdata()[[0, -1]].tolist() == [0, 1] for line in ax.lines)
+    assert len({line.get_linestyle() for line in ax.lines}) == 2
+    plt.close(ax.figure)

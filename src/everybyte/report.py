@@ -6,6 +6,7 @@ The colours are Okabe and Ito's eight, which the colour-blind tell apart: one a 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -113,9 +114,9 @@ def life(timeline: Timeline, ax: Axes | None = None, *, start: int | None = None
     from matplotlib import pyplot as plt
 
     ax = ax or plt.subplots(figsize=(9, 4))[1]
-    first = int(timeline.info.get("start_event", 0)) if start is None else start
+    steps = _steps(timeline)
+    first, end = steps.start if start is None else start, steps.stop
     unit, name = _unit(timeline.peak_bytes)
-    end = int(timeline.info.get("end_event", len(timeline)))
     curves = {category: curve[first:end] for category, curve in _live_by_category(timeline).items()}
     visible = timeline.peak_bytes / 1000
     keep = _corners(timeline.live_bytes[first:end])
@@ -140,6 +141,26 @@ def life(timeline: Timeline, ax: Axes | None = None, *, start: int | None = None
     return ax
 
 
+def lives(timelines: Mapping[str, Timeline], ax: Axes | None = None) -> Axes:
+    """Draws the live bytes of several runs into one picture, a line each, from their first step to the end of the last.
+
+    Args:
+        timelines: For each line its name and its run.
+        ax: Axes to draw on; a new figure's if left out.
+    """
+    from matplotlib import pyplot as plt
+
+    ax = ax or plt.subplots()[1]
+    unit, name = _unit(max(timeline.peak_bytes for timeline in timelines.values()))
+    for (label, timeline), style in zip(timelines.items(), cycle(["-", "--", "-.", ":"]), strict=False):
+        live = timeline.live_bytes[_steps(timeline)]
+        keep = _corners(live)
+        ax.plot(keep / max(1, len(live) - 1), live[keep] / unit, style, label=label)
+    ax.set(xlabel="progress of the steps", ylabel=f"live, {name}", ylim=(0, None))
+    ax.legend()
+    return ax
+
+
 def bars(table: pd.DataFrame, ax: Axes | None = None, *, column: str = "nbytes", most: int = 12) -> Axes:
     """Draws a table of bytes as horizontal bars, the largest on top; what is beyond `most` rows is drawn as one bar."""
     from matplotlib import pyplot as plt
@@ -155,6 +176,11 @@ def bars(table: pd.DataFrame, ax: Axes | None = None, *, column: str = "nbytes",
     ax.invert_yaxis()
     ax.set(xlabel=name)
     return ax
+
+
+def _steps(timeline: Timeline) -> slice:
+    """The events of the steps; where none was marked, all."""
+    return slice(int(timeline.info.get("start_event", 0)), int(timeline.info.get("end_event", len(timeline))))
 
 
 def _unit(nbytes: int) -> tuple[int, str]:
