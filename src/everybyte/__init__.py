@@ -1,6 +1,7 @@
 """Trace a PyTorch training step without running it, measure it, and explain every byte."""
 
 from . import formulas, models, report
+from .allocator import Allocator
 from .fit import fit_formula
 from .measure import Measurement, measure
 from .saved import Saved, saved
@@ -10,6 +11,7 @@ from .units import format_bytes, parse_bytes
 from .values import DataDependentShape
 
 __all__ = [
+    "Allocator",
     "DataDependentShape",
     "Measurement",
     "Saved",
