@@ -402,17 +402,19 @@ def test_a_step_that_the_rules_do_not_cover_is_refused():
     assert "CumprodBackward0" in refusal(build, quantity="peak", b=[1, 2, 3])
 
 
-def test_a_forward_pass_under_autocast_is_refused():
+def test_a_forward_pass_under_autocast_keeps_the_cast_weight_and_the_cast_input():
     def build(b):
-        layer, x = nn.Linear(b, b), ones(b, b)
+        layer, x = nn.Linear(b, b, bias=False), torch.ones(b, b, requires_grad=True)
 
         def step():
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast("cuda", torch.bfloat16):
                 return layer(x)
 
         return step
 
-    assert "autocast" in refusal(build, b=[1, 2, 3])
+    fitted = eb.fit_formula(build, rules="cuda", b=[1, 2, 3, 4])
+    (b,) = fitted.free_symbols
+    assert sp.expand(fitted) == 4 * b**2
 
 
 def test_a_size_that_the_trace_does_not_know_is_refused():

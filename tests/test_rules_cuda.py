@@ -551,18 +551,6 @@ def test_memory_statistics_are_refused_and_not_0(ask):
         getattr(torch.cuda, ask)()
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float16])
-def test_autocast_for_the_gpu_is_not_traced_and_said_so(dtype):
-    with eb.trace(rules="cuda") as run:
-        layer, x = nn.Linear(8, 8), torch.ones(4, 8)
-        with torch.autocast("cpu", dtype), torch.autocast("cuda", dtype, enabled=False):
-            layer(x)
-        assert run.not_covered == set()
-        with torch.autocast("cuda", dtype):
-            layer(x)
-    assert run.not_covered == {"autocast"}
-
-
 def test_a_scaler_of_losses_works_and_its_look_for_infinities_is_a_condition():
     with eb.trace(rules="cuda") as run:
         layer, scaler = nn.Linear(8, 8), torch.amp.GradScaler("cuda")

@@ -325,16 +325,6 @@ def test_an_unknown_value_that_is_counted_or_printed_is_no_condition():
     assert run.conditional == []
 
 
-def test_autocast_is_not_reproduced_and_said_so():
-    with eb.trace() as run:
-        layer, x = nn.Linear(8, 8), run.to_device(np.ones((4, 8), "float32"))
-        assert run.not_covered == set()
-        with torch.autocast("cpu", torch.bfloat16):
-            layer(x)
-    assert run.not_covered == {"autocast"}
-    assert run.timeline.info["not_covered"] == ["autocast"]
-
-
 def test_an_op_without_a_shape_rule_is_refused_in_one_line():
     with pytest.raises(NotImplementedError, match=r"test_trace\.py:\d+: .* cannot be traced"), eb.trace() as run:
         torch.histogram(run.to_device(np.ones(5000, "float32")).exp(), 4)

@@ -11,7 +11,7 @@ import gc
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final, Self
 
 import torch
@@ -22,6 +22,7 @@ from . import values
 from .attribution import Attribution, user_frame, user_line
 from .kernels import META, Kernels
 from .rules import RULES, Rules, engine
+from .rules.autocast import Autocast
 from .run import Run
 from .scalars import Scalars
 from .storages import Storages
@@ -122,6 +123,12 @@ class Trace(Run):
         self.left_out: set[str] = set()
         self.remarks: list[str] = []
         self._known = KnownValues()
+        self._autocast = Autocast(
+            rules.device.type,
+            rules.autocast,
+            made=lambda: self._made,
+            on_casts=lambda made: self._storages.label_lost(made),  # those that the op did not keep
+        )
         self._kernels = Kernels(rules)
         self._writes = engine.Writes()
         self._storages = Storages(forget=self._known.forget)
@@ -144,7 +151,8 @@ class Trace(Run):
         self._exit.callback(_set_active, None)
         gc.freeze()  # a trace's many small objects make collections frequent: leave out of them what was there before
         self._exit.callback(gc.unfreeze)
-        for context in (self.attribution.following(), shown_to(self, self._rules), _Ops(self)):
+        contexts = (self.attribution.following(), self._autocast.acting(), shown_to(self, self._rules), _Ops(self))
+        for context in contexts:
             self._exit.enter_context(context)
         _set_active(self)
         return self
@@ -192,22 +200,25 @@ class Trace(Run):
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a call of torch's Python face, by the path that the rules give."""
-        if torch.is_autocast_enabled(
-            self._rules.device.type
-        ):  # seen from here alone: below autograd it looks switched off
-            self.not_covered.add("autocast")
         self._calls.append((function, _current_node()))
         try:
-            out = self._rules.functions.get(function, function)(*args, **kwargs)
+            if function in self._rules.functions:
+                out = self._autocast.run(function, args, kwargs, partial(self._by_rule, function))
+            else:
+                out = function(*args, **kwargs)
         except StopRecomputation:
             self._storages.label_lost(self._made)
             raise
         finally:
             self._calls.pop()
-        if function in self._rules.remarks:
-            self._remark(self._rules.remarks[function](*args, **kwargs))
         self._note_left_out(function)
         self._scalars.settle(out)
+        return out
+
+    def _by_rule(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        out = self._rules.functions[function](*args, **kwargs)
+        if function in self._rules.remarks:
+            self._remark(self._rules.remarks[function](*args, **kwargs))
         return out
 
     def backward(

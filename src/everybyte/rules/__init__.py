@@ -1,10 +1,11 @@
 """What real kernels do that the meta device does not show, one module for each side that differs.
 
-engine  what the tracer's own presence changes in autograd, undone
-layout  how the results of pointwise kernels lie in memory, on every device
-base    what a set of rules is
-cpu     what CPU kernels return and keep
-cuda    what CUDA kernels return and keep; cuda_attention, cuda_dropout
+engine    what the tracer's own presence changes in autograd, undone
+layout    how the results of pointwise kernels lie in memory, on every device
+base      what a set of rules is
+cpu       what CPU kernels return and keep
+cuda      what CUDA kernels return and keep; cuda_attention, cuda_dropout
+autocast  which ops autocast runs in which precision
 """
 
 from typing import Final

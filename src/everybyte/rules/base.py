@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from . import layout
+from .autocast import Policy
 
 Function = Callable[..., Any]
 
@@ -29,6 +30,7 @@ class Rules:
             call, or None.
         left_out: Op or function -> memory that it takes beside what is traced and that no rule derives.
         not_covered: Function -> what it is called, if the device has a kernel for it that no rule states.
+        autocast: Op, by name -> what autocast does with it (`rules.autocast`).
     """
 
     name: str
@@ -39,6 +41,7 @@ class Rules:
     remarks: Mapping[Any, Callable[..., str | None]] = field(default_factory=dict)
     left_out: Mapping[Any, str] = field(default_factory=dict)
     not_covered: Mapping[Any, str] = field(default_factory=dict)
+    autocast: Mapping[str, Policy] = field(default_factory=dict)
 
     @property
     def on_host(self) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
+from . import autocast
 from .base import Function, Rules, stating
 from .layout import iterated_strides
 
@@ -98,7 +99,7 @@ def lstm(input: Any, *rest: Any) -> Any:
     per_layer = len(weights) // (num_layers * directions)
     if per_layer > (4 if has_biases else 2) or input.dtype not in _onednn_dtypes() or input.numel() == 0:
         return _layer_by_layer(_lstm_cell, input, list(zip(hx.unbind(0), cx.unbind(0), strict=True)), *rest[1:])
-    layer_input = (input.transpose(0, 1) if batch_first else input).contiguous()
+    layer_input = first_input = (input.transpose(0, 1) if batch_first else input).contiguous()  # held to the end
     hx, cx = hx.contiguous(), cx.contiguous()
     outputs, last_h, last_c = [None] * directions, [], []
     for layer in range(num_layers):
@@ -117,7 +118,9 @@ def lstm(input: Any, *rest: Any) -> Any:
         if dropout != 0 and train and layer < num_layers - 1:
             layer_input = torch.dropout(layer_input, dropout, True)
     output = layer_input.transpose(0, 1) if batch_first else layer_input
-    return output, torch.stack(last_h, 0), torch.stack(last_c, 0)
+    states = torch.stack(last_h, 0), torch.stack(last_c, 0)
+    del first_input
+    return output, *states
 
 
 _LSTM: Final = 2  # `torch/csrc/api/include/torch/nn/options/rnn.h`
@@ -274,6 +277,24 @@ def native_batch_norm(input: Any, weight: Any, bias: Any, mean: Any, var: Any, t
     return torch.empty_like(input, memory_format=_suggested_format(input)), *statistics
 
 
+@stating(KERNELS, aten.native_group_norm.default)
+def native_group_norm(input: Any, weight: Any, bias: Any, n: int, c: int, inner: int, groups: int, eps: float) -> Any:
+    """Statistics in the input's dtype, in single precision where the weight's differs: `ATen/native/group_norm.cpp`."""
+    like = weight if weight is not None else bias
+    dtype = torch.float32 if like is not None and like.dtype != input.dtype else input.dtype
+    statistics = [input.new_empty((n, groups), dtype=dtype) for _ in range(2)]
+    return torch.empty_like(input, memory_format=_suggested_format(input)), *statistics
+
+
+@stating(KERNELS, aten.native_group_norm_backward.default)
+def native_group_norm_backward(gradient: Any, input: Any, mean: Any, rstd: Any, weight: Any, *rest: Any) -> Any:
+    """Each in its own dtype, the weight's and the bias's in the weight's: `ATen/native/group_norm.cpp`."""
+    _, channels, _, _, needed = rest
+    like = weight if weight is not None else input
+    d_input = torch.empty_like(input, memory_format=_suggested_format(input)) if needed[0] else None
+    return d_input, *(like.new_empty(channels) if asked else None for asked in needed[1:])
+
+
 @stating(
     KERNELS, aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default
 )
@@ -413,4 +434,4 @@ def transformer_encoder_layer(src: Any, *rest: Any) -> Any:
     return torch.empty_like(src)
 
 
-RULES: Final = Rules("cpu", torch.device("cpu"), KERNELS, FUNCTIONS)
+RULES: Final = Rules("cpu", torch.device("cpu"), KERNELS, FUNCTIONS, autocast=autocast.CPU)

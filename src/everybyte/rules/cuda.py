@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch.nn import functional as F
 
-from . import cpu, cuda_attention, cuda_dropout
+from . import autocast, cpu, cuda_attention, cuda_dropout
 from .base import Function, Rules, stating
 from .engine import is_dense
 
@@ -168,6 +168,20 @@ def native_batch_norm(input: Any, weight: Any, bias: Any, mean: Any, var: Any, t
     kept = 0 if by_cudnn and not training else input.shape[1]
     statistics = [input.new_empty(kept, dtype=accumulate_type(input.dtype)) for _ in range(2)]
     return torch.empty_like(input), *statistics
+
+
+@stating(KERNELS, aten.native_group_norm.default)
+def native_group_norm(input: Any, *rest: Any) -> Any:
+    """As on the host, but contiguous (`ATen/native/group_norm.cpp`)."""
+    _, *statistics = cpu.native_group_norm(input, *rest)
+    return input.new_empty(input.shape), *statistics
+
+
+@stating(KERNELS, aten.native_group_norm_backward.default)
+def native_group_norm_backward(gradient: Any, input: Any, *rest: Any) -> Any:
+    """As on the host, but contiguous (`ATen/native/group_norm.cpp`)."""
+    d_input, *others = cpu.native_group_norm_backward(gradient, input, *rest)
+    return None if d_input is None else input.new_empty(input.shape), *others
 
 
 KERNELS[aten.native_batch_norm_backward.default] = cpu.native_batch_norm_backward  # `Normalization.cu` says the same
@@ -346,4 +360,5 @@ RULES: Final = Rules(
     remarks=cuda_attention.REMARKS,
     left_out={**LEFT_OUT, **cuda_attention.LEFT_OUT},
     not_covered=NOT_COVERED,
+    autocast=autocast.CUDA,
 )
