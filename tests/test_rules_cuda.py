@@ -551,17 +551,6 @@ def test_memory_statistics_are_refused_and_not_0(ask):
         getattr(torch.cuda, ask)()
 
 
-def test_a_scaler_of_losses_works_and_its_look_for_infinities_is_a_condition():
-    with eb.trace(rules="cuda") as run:
-        layer, scaler = nn.Linear(8, 8), torch.amp.GradScaler("cuda")
-        optimizer = torch.optim.SGD(layer.parameters())
-        scaler.scale(layer(torch.ones(4, 8)).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    assert scaler.is_enabled()
-    assert len(run.conditional) == 1
-
-
 def test_what_is_put_on_the_host_is_really_there_and_takes_no_memory_of_the_gpu():
     with eb.trace(rules="cuda") as run:
         host = torch.arange(6.0, device="cpu").view(2, 3) * 2

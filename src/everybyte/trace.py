@@ -34,6 +34,7 @@ aten: Final = torch.ops.aten
 _ITEM: Final = aten._local_scalar_dense.default
 _COPY: Final = aten.copy_.default
 _INDEX: Final = aten.index.Tensor
+_UPDATE_SCALE: Final = aten._amp_update_scale_.default
 _ACROSS: Final = frozenset(
     {_COPY, aten._to_copy.default, _INDEX, aten._index_put_impl_.default, aten.index_put_.default}
 )
@@ -251,7 +252,7 @@ class Trace(Run):
         with torch._C._DisableTorchDispatch():
             if real is not None:
                 return function(real.detach())
-            zeros = function(torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu"))
+            zeros = function(_zeros(tensor))
         line = self._unknown_read(function.__name__, tensor)
         if not tensor.is_floating_point() and values.counts_loop(*user_frame()):
             self._decided(line)
@@ -268,7 +269,7 @@ class Trace(Run):
             if real is not None:
                 return real.clone()
             self._unknown_read("cpu", tensor)
-            return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+            return _zeros(tensor)
 
     def _unknown_read(self, op: str, tensor: torch.Tensor) -> str:
         line = user_line()
@@ -301,6 +302,8 @@ class Trace(Run):
             self._unknown_read("copy_", args[1])  # the host's own memory, filled with what nobody knows
             return args[0]
         args, kwargs = self._meet(func, tensors, args, kwargs)
+        if func is _UPDATE_SCALE and not self._known.covers([args[2]]):
+            self._known.remember(args[2], _zeros(args[2]))  # the step before was taken: it found no infinity
         if from_python:
             self._make_scalars(op, args)
         real = self._known.follow(func, args, kwargs) if self._known.covers(tensors) else UNKNOWN
@@ -534,6 +537,12 @@ def active() -> Trace | None:
 def _set_active(run: Trace | None) -> None:
     global _active
     _active = run
+
+
+def _zeros(tensor: torch.Tensor) -> torch.Tensor:
+    """Zeros on the host, in a tensor's shape and dtype."""
+    with torch._C._DisableTorchDispatch():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
 def _tensors(args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:

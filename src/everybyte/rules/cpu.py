@@ -434,4 +434,18 @@ def transformer_encoder_layer(src: Any, *rest: Any) -> Any:
     return torch.empty_like(src)
 
 
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+
+FUSED_STEPS: Final = (
+    *(aten._fused_sgd_.default, aten._fused_sgd_.tensor_lr),
+    *(aten._fused_adagrad_.default, aten._fused_adagrad_.tensor_lr),
+)
+
+
+@stating(KERNELS, *FUSED_STEPS)
+def fused_step(*args: Any, **kwargs: Any) -> None:
+    """All in place, in one kernel (`ATen/native/FusedSGD.cpp`, `FusedAdagrad.cpp`, and their kernels for CUDA)."""
+
+
 RULES: Final = Rules("cpu", torch.device("cpu"), KERNELS, FUNCTIONS, autocast=autocast.CPU)

@@ -246,6 +246,7 @@ _NOT_OF_A_DEVICE: Final = (
     *(aten.mse_loss.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default),
     *(aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default),
     *(aten.binary_cross_entropy.default, aten.binary_cross_entropy_backward.default),
+    *cpu.FUSED_STEPS,
 )
 """Ops whose rule for the CPU follows code that all devices share (`SoftMax.cpp`, `Pow.cpp`, `Loss.cpp`), and the binary
 cross-entropy, of which `ATen/native/cuda/Loss.cu` says the same."""
@@ -300,6 +301,22 @@ def embedding_dense_backward_scratch(
 LEFT_OUT |= dict.fromkeys((aten.index_put.default, aten.embedding_dense_backward.default), "temporary storage of sorts")
 
 
+# -- norms of many tensors ---------------------------------------------------------------------------------------------
+
+
+@stating(SCRATCH, aten._foreach_norm.Scalar)
+def foreach_norm_scratch(tensors: Any, order: float = 2, dtype: torch.dtype | None = None) -> list[int]:
+    """A number for each 65,536 elements of the largest tensor, for every tensor: they are summed up in a second kernel.
+
+    `ATen/native/cuda/ForeachReduceOp.cu`, `foreach_tensor_norm_cuda`. Tensors with gaps, and other norms, are taken one
+    by one.
+    """
+    if order not in (1, 2, math.inf) or not all(is_dense(t) and t.is_floating_point() for t in tensors):
+        return []
+    chunks = max(-(-t.numel() // 65_536) for t in tensors)
+    return [len(tensors) * chunks * accumulate_type(dtype or tensors[0].dtype).itemsize]
+
+
 # -- what is known and not derived -------------------------------------------------------------------------------------
 
 _PRODUCTS: Final = (
@@ -322,8 +339,6 @@ LEFT_OUT |= dict.fromkeys(
     ),
     "partial results of reductions that take several blocks",
 )
-
-LEFT_OUT |= dict.fromkeys((aten._foreach_norm.Scalar,), "partial norms")
 
 NOT_COVERED: Final = {
     torch.lstm: "cuDNN's LSTM",
