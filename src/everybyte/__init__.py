@@ -5,6 +5,7 @@ from .allocator import Allocator
 from .fit import fit_formula
 from .measure import Measurement, measure
 from .saved import Saved, saved
+from .snapshot import Snapshot
 from .timeline import Timeline
 from .trace import Trace, trace
 from .units import format_bytes, parse_bytes
@@ -15,6 +16,7 @@ __all__ = [
     "DataDependentShape",
     "Measurement",
     "Saved",
+    "Snapshot",
     "Timeline",
     "Trace",
     "fit_formula",

@@ -474,6 +474,10 @@ class DeviceAllocator:
 
     # -- the state as a whole ------------------------------------------------------------------------------------------
 
+    def begins_segment(self, address: int) -> bool:
+        """Whether a segment begins there."""
+        return address in self._heads
+
     def segments(self) -> Iterator[Segment]:
         """What is reserved, by address (`snapshot`)."""
         for _, head in sorted(self._heads.items()):

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pandas as pd
@@ -19,6 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from .units import round_up
+
+if TYPE_CHECKING:
+    from .allocator import Allocator
 
 CATEGORIES: Final = (
     "parameter",
@@ -226,6 +229,19 @@ class Timeline:
             return cls(table, info)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
+
+    def to_snapshot(self, path: str | Path, allocator: Allocator | None = None) -> None:
+        """Writes what the caching allocator does with this timeline as a snapshot for PyTorch's memory viewer.
+
+        Open it at https://pytorch.org/memory_viz or by `python -m torch.cuda._memory_viz trace_plot FILE`.
+
+        Args:
+            path: Where to.
+            allocator: The allocator's settings; PyTorch's defaults and memory without end unless given.
+        """
+        from . import snapshot_file  # reads timelines itself
+
+        snapshot_file.write(self, path, allocator)
 
     def __repr__(self) -> str:
         evidence = self.info.get("evidence", "a timeline")
