@@ -126,6 +126,38 @@ def test_a_product_copies_what_cublas_cannot_read():
             assert scratch == copied * math.prod(batch), name
 
 
+# -- reductions --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "reduce, partial",
+    [
+        # Results fill the GPU or there is little to sum: none.
+        (lambda: torch.ones(512, 1024).sum(0), []),
+        (lambda: torch.ones(4096, 10_000).sum(-1), []),
+        # All of 2**19 numbers by 512 threads, 1,024 each, four at once: 64 blocks leave 16 to each thread.
+        (lambda: torch.ones(8, 4096, 16).sum(), [4 * 64, 4]),
+        (lambda: torch.ones(8, 4096, 16).double().mean(), [8 * 64, 4]),
+        (lambda: torch.ones(8, 4096, 16).amax(), [4 * 64, 4]),
+        (lambda: torch.ones(8, 4096, 16).flatten().max(0), [16 * 64, 4]),  # pairs with a place
+        # Columns of 4,096: blocks of 32 by 4 threads, four columns a thread, 1,024 numbers each: 64 blocks a column.
+        (lambda: torch.ones(4, 1024, 1024).sum((0, 1)), [4 * 1024 * 64 * 32 * 4, 4 * 1024 // (32 * 4)]),
+        (lambda: torch.ones(4, 1024, 1024, dtype=BF16).sum((0, 1)), [4 * 1024 * 64 * 32 * 4, 4 * 1024 // (32 * 4)]),
+        (lambda: torch.ones(1024, 4096).T.sum(0), []),  # rows after all: each by one block
+        # What is counted is first made whole numbers of 8 bytes.
+        (lambda: torch.ones(1000, dtype=torch.bool).sum(), [8 * 1000]),
+        (lambda: torch.ones(1000, dtype=BF16).sum(dtype=torch.float32), []),
+        # 2**32 halves are summed in quarters, to one number in single precision between them.
+        (lambda: torch.empty(2**32, dtype=BF16).sum(), [4, *4 * [4 * 2**30 // 512 // 256, 4]]),
+    ],
+)
+def test_a_reduction_by_several_blocks_makes_a_partial_result_for_each(reduce, partial):
+    with eb.trace(rules="cuda") as run:
+        reduce()
+    frame = run.timeline.frame().query("category == 'scratch' and action == 'alloc'")
+    assert frame["nbytes"].tolist() == partial
+
+
 # -- softmax and losses ------------------------------------------------------------------------------------------------
 
 

@@ -36,8 +36,5 @@ def test_every_allocation_is_there_in_its_place_but_those_that_the_trace_says_it
     expected = [size for size in recorded_events("attention-small") if size > 0]
     for taken in (WORKSPACE, WORKSPACE):
         expected.remove(taken)
-    sum_of_all = expected.index(256)  # the partial results of a sum by several blocks, and a counter for them
-    assert expected[sum_of_all : sum_of_all + 2] == [256, 4]
-    del expected[sum_of_all : sum_of_all + 2]
     assert traced == expected
-    assert {"workspace of cuBLAS, taken once: 8,519,680 B before Hopper"} < run.left_out
+    assert run.left_out == {"workspace of cuBLAS, taken once: 8,519,680 B before Hopper"}

@@ -4,7 +4,7 @@ engine    what the tracer's own presence changes in autograd, undone
 layout    how the results of pointwise kernels lie in memory, on every device
 base      what a set of rules is
 cpu       what CPU kernels return and keep
-cuda      what CUDA kernels return and keep; cuda_attention, cuda_dropout
+cuda      what CUDA kernels return and keep; cuda_attention, cuda_dropout, cuda_reduction
 autocast  which ops autocast runs in which precision
 """
 

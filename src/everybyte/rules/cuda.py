@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch.nn import functional as F
 
-from . import autocast, cpu, cuda_attention, cuda_dropout
+from . import autocast, cpu, cuda_attention, cuda_dropout, cuda_reduction
 from .base import Function, Rules, stating
 from .engine import is_dense
 
@@ -329,13 +329,8 @@ LEFT_OUT |= dict.fromkeys(
 )
 LEFT_OUT |= dict.fromkeys(
     (
-        aten.sum.default,
-        aten.sum.dim_IntList,
-        aten.mean.default,
-        aten.mean.dim,
-        aten.max.dim,
-        aten.min.dim,
-        aten.amax.default,
+        *(aten.argmax.default, aten.argmin.default, aten.var.correction, aten.std.correction, aten.var_mean.correction),
+        *(aten.any.default, aten.any.dim, aten.all.default, aten.all.dim),
     ),
     "partial results of reductions that take several blocks",
 )
@@ -371,7 +366,7 @@ RULES: Final = Rules(
     device=torch.device("cuda:0"),
     kernels={**KERNELS, **cuda_dropout.KERNELS, **cuda_attention.KERNELS},
     functions={**FUNCTIONS, **cuda_dropout.FUNCTIONS, **cuda_attention.FUNCTIONS},
-    scratch={**SCRATCH, **cuda_attention.SCRATCH},
+    scratch={**SCRATCH, **cuda_reduction.SCRATCH, **cuda_attention.SCRATCH},
     remarks=cuda_attention.REMARKS,
     left_out={**LEFT_OUT, **cuda_attention.LEFT_OUT},
     not_covered=NOT_COVERED,

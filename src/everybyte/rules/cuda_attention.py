@@ -31,7 +31,7 @@ REMARKS: Final[dict[Any, Function]] = {}
 LEFT_OUT: Final[dict[Any, str]] = {}
 
 _HALVES: Final = (torch.float16, torch.bfloat16)
-_PROCESSORS: Final = 108
+PROCESSORS: Final = 108
 """Streaming multiprocessors of the GPU that is assumed, an A100."""
 
 
@@ -318,7 +318,7 @@ def flash_attention_scratch(query: Any, key: Any, value: Any, dropout: float = 0
 
 def _splits(rows: int, columns: int, most: int = 128) -> int:
     """Into how many parts a sequence of keys is split so that all processors work (`num_splits_heuristic`)."""
-    at_once = 2 * _PROCESSORS
+    at_once = 2 * PROCESSORS
     if rows >= 0.8 * at_once:
         return 1
     eligible = [
