@@ -16,6 +16,8 @@ import pytest
 from jupyter_client.kernelspec import KernelSpecManager
 from press import BOOK, execute
 
+from everybyte.parameters import INJECTED, ParameterError
+
 PARAMETERISED = [path for path in BOOK.executed() if papermill.inspect_notebook(str(path))]
 CASES = tomllib.loads(Path(__file__).with_name("other_parameters.toml").read_text())
 
@@ -75,18 +77,26 @@ def test_other_parameters_run_through(notebook, tmp_path):
     execute(notebook, tmp_path / notebook.name, cwd=BOOK.notebooks, parameters=CASES[notebook.stem]["other"])
 
 
-def wrong_parameters() -> list:
-    cases = [("no_such_parameter", 3, path) for path in PARAMETERISED]
-    cases += [
-        (name, value, path)
-        for path in PARAMETERISED
-        for name, values in CASES.get(path.stem, {}).get("wrong", {}).items()
-        for value in values
-    ]
-    return [pytest.param(path, name, value, id=f"{path.stem}-{name}-{value}") for name, value, path in cases]
+def wrong_values(path: Path) -> list[tuple[Path, str, object]]:
+    return [(path, name, value) for name, values in CASES[path.stem]["wrong"].items() for value in values]
 
 
-@pytest.mark.parametrize(("notebook", "name", "value"), wrong_parameters())
+def cases(chosen: list[tuple[Path, str, object]]) -> pytest.MarkDecorator:
+    named = [pytest.param(*case, id=f"{case[0].stem}-{case[1]}-{case[2]}") for case in chosen]
+    return pytest.mark.parametrize(("notebook", "name", "value"), named)
+
+
+@cases([case for path in PARAMETERISED for case in [(path, "no_such_parameter", 3), *wrong_values(path)]])
+def test_the_check_refuses_every_wrong_parameter(notebook, name, value):
+    defaults, check = [c.source for c in nbformat.read(notebook, as_version=4).cells if c.cell_type == "code"][:2]
+    injected = f"{INJECTED}{name} = {value!r}\n"
+    namespace = {"In": [defaults, injected]}
+    exec(defaults + "\n" + injected, namespace)
+    with pytest.raises(ParameterError, match=name):
+        exec(check, namespace)
+
+
+@cases([case for path in PARAMETERISED for case in [(path, "no_such_parameter", 3), wrong_values(path)[0]]])
 def test_a_wrong_parameter_stops_papermill_before_any_work_and_the_last_line_says_why(notebook, name, value, tmp_path):
     output = tmp_path / notebook.name
     command = ["papermill", "--cwd", str(BOOK.notebooks), "-p", name, str(value), str(notebook), str(output)]
