@@ -313,6 +313,13 @@ def test_a_pickle_that_is_no_snapshot_is_refused(tmp_path, data, why):
     refused(dump(tmp_path, data), why)
 
 
+def test_tuples_nested_too_deep_to_be_a_key_are_refused(tmp_path):
+    for i, nest in enumerate((b"\x85" * 10**6, b"N\x86" * 10**6, b"(" * 10**6 + b"t" * 10**6)):
+        path = tmp_path / f"{i}.pickle"
+        path.write_bytes(b"\x80\x04}N" + nest + b"Ns.")  # hashing such a key would overflow the stack
+        refused(path, "makes no plain data")
+
+
 def test_lists_that_repeat_one_entry_without_end_are_refused(tmp_path):
     block = {"size": 1, "state": "inactive"}
     segment = {"address": 0, "total_size": 10**5, "stream": 0, "segment_type": "small", "blocks": [block] * 10**5}

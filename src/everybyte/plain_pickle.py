@@ -15,8 +15,13 @@ from pathlib import Path
 from typing import Any, Final
 
 # The instructions of protocols 2 to 5 that make plain data, by the number of bytes that follow (Lib/pickletools.py).
-_ALONE: Final = rb"[(012N\]ael}ds)tu\x85-\x89\x94]"
+_ALONE: Final = rb"[(012N\]ael}ds)u\x88\x89\x94]"
 _FOLLOWED: Final = rb"[\x80Khq].|M..|[Jj].{4}|[G\x95].{8}|\x8a(?:\x04.{4}|\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8})"
+_PAIR: Final = rb"(?:K.|M..){2}\x86"
+_TUPLES: Final = b"t\x85\x86\x87"
+MOST_TUPLES: Final = 100
+"""Tuples that are no pair of small numbers. Python looks for the hash of nested ones without a limit of its own."""
+
 _COUNTED: Final = {
     **{code: 1 for code in b"\x8a\x8cCU"},  # LONG1, SHORT_BINUNICODE, SHORT_BINBYTES, SHORT_BINSTRING
     **{code: 4 for code in b"\x8bXBT"},  # LONG4, BINUNICODE, BINBYTES, BINSTRING
@@ -57,8 +62,8 @@ def _check(data: bytes) -> None:
         re.escape(bytes([255 if largest >> 24 else largest >> 16])),
         re.escape(bytes([min(largest >> 24, 255)])),
     )  # LONG_BINPUT: numbered by no more than the instructions before it
-    plain = re.compile(rb"(?s:%b|%b|%b)*+" % (_ALONE, _FOLLOWED, memo))
-    at = 0
+    plain = re.compile(rb"(?s:%b|%b|%b|%b)*+" % (_PAIR, _ALONE, _FOLLOWED, memo))
+    at = tuples = 0
     while True:
         at = plain.match(data, at).end()
         if at >= largest:
@@ -66,6 +71,9 @@ def _check(data: bytes) -> None:
         code = data[at]
         if code == pickle.STOP[0]:
             return
+        if code in _TUPLES and tuples < MOST_TUPLES:
+            at, tuples = at + 1, tuples + 1
+            continue
         width = _COUNTED.get(code)
         if width is None:
             raise ValueError(f"instruction {data[at : at + 1]!r} at byte {at} makes no plain data")

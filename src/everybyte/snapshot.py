@@ -256,6 +256,7 @@ def _innermost(frames: Sequence[dict]) -> tuple[str, str]:
     """The innermost function, and the innermost line outside of PyTorch's own files."""
     if not frames:
         return "", ""
+    frames = [{key: value for key, value in frame.items() if isinstance(value, str | int)} for frame in frames]
     files = [str(frame.get("filename", "")) for frame in frames]
     at = next((i for i, file in enumerate(files) if file.endswith(".py") and "/torch/" not in file), 0)
     texts = str(frames[0].get("name", "")), f"{files[at]}:{frames[at].get('line', 0)}"

@@ -61,7 +61,7 @@ def read(path: str | Path) -> Contents:
         return _contents(data, nbytes)
     except KeyError as error:
         raise ValueError(f"{path} is not a memory snapshot: there is no {str(error)[:80]}") from None
-    except (TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+    except (TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path} is not a memory snapshot: {str(error)[:200]}") from None
 
 
