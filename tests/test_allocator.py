@@ -438,3 +438,12 @@ def test_a_segment_of_11_6_gb_split_by_small_live_blocks_cannot_be_returned():
     assert failed.largest_free == segment - 1_062_000_128
     assert "fragmentation, not demand" in str(failed)
     assert Allocator(total=16 * 2**30, max_split_size_mb=1024).replay(timeline(*events)).out_of_memory is None
+
+
+def test_a_run_that_fragmentation_ends_is_not_said_to_fit_where_its_tensors_never_would():
+    events = [f"a={11_643_387_904}", "-a", "b=1062000000", f"c={12_000_000_000}", f"d={6_000_000_000}"]
+    failed = Allocator(total=16 * 2**30).replay(timeline(*events)).out_of_memory
+    assert failed.event == 3
+    assert failed.cause == "fragmentation"
+    assert failed.needed == 1_062_000_128 + 12_000_000_000 + 6_000_000_000 > 16 * 2**30
+    assert "demand all the same" in str(failed)

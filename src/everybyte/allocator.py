@@ -73,6 +73,7 @@ class OutOfMemory:
         allocated, reserved: As `torch.cuda.memory_allocated` and `memory_reserved` would say.
         largest_free: The largest cached block that the request could have been given.
         cause: "demand" if the live blocks and the request exceed the memory however they lie, else "fragmentation".
+        needed: What the whole timeline comes to at its fullest, each request rounded: less memory than this never does.
     """
 
     event: int
@@ -83,6 +84,7 @@ class OutOfMemory:
     reserved: int
     largest_free: int
     cause: str
+    needed: int
 
     def __str__(self) -> str:
         limit = self.reserved + self.free
@@ -92,10 +94,13 @@ class OutOfMemory:
                 f"but {format_bytes(self.allocated)} of {format_bytes(limit)} are allocated already: demand, not "
                 "fragmentation; the tensors themselves do not fit"
             )
+        verdict = "fragmentation, not demand"
+        if self.needed > limit:
+            verdict = f"fragmentation here, and demand all the same: at its fullest the run needs {self.needed:,} B"
         return asked + (
             f"{format_bytes(limit - self.allocated)} of {format_bytes(limit)} are not allocated, but "
             f"{format_bytes(self.reserved - self.allocated)} of them lie in segments that live blocks hold, in pieces "
-            f"of at most {format_bytes(self.largest_free)}: fragmentation, not demand"
+            f"of at most {format_bytes(self.largest_free)}: {verdict}"
         )
 
 
@@ -267,6 +272,9 @@ class Allocator:
         storages, sizes, streams = (rows[name].to_pylist() for name in ("storage", "nbytes", "stream"))
 
         model, failed = self.device(), None
+        rounding = {nbytes: model.round_size(nbytes) if nbytes else 0 for nbytes in set(sizes)}
+        changes = [rounding[n] if is_alloc else -rounding[n] for n, is_alloc in zip(sizes, allocations, strict=True)]
+        rounded = np.cumsum(np.array(changes, np.int64))
         blocks: dict[int, Block] = {}
         addresses, driver = [], []
         stats: dict[str, list[int]] = {name: [] for name in ("allocated", "reserved", "requested", "inactive_split")}
@@ -280,7 +288,7 @@ class Allocator:
             elif nbytes:  # an empty storage never reaches the allocator
                 block = model.malloc(nbytes, stream)
                 if block is None:
-                    failed = self._out_of_memory(model, event, nbytes, stream)
+                    failed = self._out_of_memory(model, event, nbytes, stream, needed=int(rounded.max()))
                     break
                 blocks[storage] = block
             addresses.append(block.address if block else 0)
@@ -291,10 +299,8 @@ class Allocator:
             reserved.append(model.reserved)
             requested.append(model.requested)
             inactive_split.append(model.inactive_split)
-        rounding = {nbytes: model.round_size(nbytes) if nbytes else 0 for nbytes in set(sizes)}
-        changes = [rounding[n] if is_alloc else -rounding[n] for n, is_alloc in zip(sizes, allocations, strict=True)]
         return Replay(
-            rounded=np.cumsum(np.array(changes[: len(addresses)], np.int64)),
+            rounded=rounded[: len(addresses)],
             **{name: np.array(series, np.int64) for name, series in stats.items()},
             addresses=np.array(addresses, np.int64),
             segments=tuple(model.segments()),
@@ -320,7 +326,7 @@ class Allocator:
         )
 
     @staticmethod
-    def _out_of_memory(model: DeviceAllocator, event: int, requested: int, stream: int) -> OutOfMemory:
+    def _out_of_memory(model: DeviceAllocator, event: int, requested: int, stream: int, needed: int) -> OutOfMemory:
         size, limit = model.round_size(requested), min(model.total, model.allowed)
         pool = model.get_pool(DEFAULT_POOL, size <= SMALL_SIZE)
         return OutOfMemory(
@@ -332,4 +338,5 @@ class Allocator:
             reserved=model.reserved,
             largest_free=max((nbytes for owner, nbytes, *_ in pool.free if owner == stream), default=0),
             cause="demand" if model.allocated + size > limit else "fragmentation",
+            needed=needed,
         )
