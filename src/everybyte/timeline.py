@@ -8,7 +8,7 @@ the bytes asked for), *rounded* (`rounded(512).peak_bytes`), and *allocated* (wh
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -321,15 +321,10 @@ class Recorder:
 
     def finish(self, info: Mapping[str, Any]) -> Timeline:
         """The timeline of everything recorded so far."""
-        categories = [self._category_of(storage) for storage in range(len(self._storages))]
-        which = [storage for *_, storage in self._events]
-
-        def column(get: Iterable[Any]) -> list[Any]:
-            values = list(get)
-            return [values[storage] for storage in which]
-
-        owned = {
-            name: column(storage.get(name, default) for storage in self._storages)
+        steps, phases, actions, which = zip(*self._events, strict=True) if self._events else ((), (), (), ())
+        of_events = {"step": steps, "phase": phases, "action": actions, "storage": which}
+        of_storages = {
+            name: [storage.get(name, default) for storage in self._storages]
             for name, default in (
                 ("nbytes", 0),
                 ("device", "cpu"),
@@ -341,15 +336,13 @@ class Recorder:
                 ("line", ""),
             )
         }
-        columns = {
-            "step": [event[0] for event in self._events],
-            "phase": [event[1] for event in self._events],
-            "action": [event[2] for event in self._events],
-            "storage": which,
-            "category": column(categories),
-            **owned,
-        }
-        arrays = [pa.array(columns[field.name], field.type) for field in SCHEMA]
+        of_storages["category"] = [self._category_of(storage) for storage in range(len(self._storages))]
+        arrays = [
+            pa.array(of_events[field.name], field.type)
+            if field.name in of_events
+            else pa.array(of_storages[field.name], field.type).take(pa.array(which, pa.int64()))
+            for field in SCHEMA
+        ]
         end = len(self._events) if self.end_event is None else self.end_event
         known = {**info, "start_event": self.start_event or 0, "end_event": end}
         return Timeline(pa.Table.from_arrays(arrays, schema=SCHEMA), known)

@@ -84,6 +84,7 @@ class _Op:
     written: tuple[tuple[int, str], ...]  # positions and names of the arguments that are written
     tensor_slots: tuple[int, ...]  # positions of the arguments that are tensors even where a number was given
     data_dependent: bool  # the result's shape, or the result itself if it is no tensor, depends on values
+    may_take_over: bool  # a real run may write the result into an argument
 
 
 @cache
@@ -97,6 +98,7 @@ def _describe(func: Any) -> _Op:
         written=tuple((i, arg.name) for i, arg in arguments if arg.alias_info is not None and arg.alias_info.is_write),
         tensor_slots=tuple(i for i, arg in arguments if str(arg.type) == "Tensor"),
         data_dependent=torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags,
+        may_take_over=func in engine.WRITES,
     )
 
 
@@ -287,7 +289,7 @@ class Trace(Run):
         caller, caller_node = self._calls[-1] if self._calls else (None, None)
         from_python = caller is not None and caller_node == node
         op = _describe(func)
-        if func in engine.WRITES and self._writes.takes_over(func, args, node, caller, from_python):
+        if op.may_take_over and self._writes.takes_over(func, args, node, caller, from_python):
             self._record_scratch(func, op, args, kwargs, node)
             return args[0]
         self._note_phase(node)
@@ -498,9 +500,11 @@ class Trace(Run):
                 self._storages.label(parameter, "parameter")
                 if parameter.grad is not None:
                     self._storages.label(parameter.grad, "gradient")
-            for value in tree_leaves([optimizer.state[p] for p in parameters if p in optimizer.state]):
-                if isinstance(value, torch.Tensor):
-                    self._storages.label(value, "optimizer state")
+            states = [optimizer.state[p] for p in parameters if p in optimizer.state]
+            for value in (value for state in states for value in state.values()):
+                for leaf in (value,) if isinstance(value, torch.Tensor) else tree_leaves(value):
+                    if isinstance(leaf, torch.Tensor):
+                        self._storages.label(leaf, "optimizer state")
 
 
 _COMPOSITE: Final = torch._C.DispatchKey.CompositeImplicitAutograd

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class Rules:
     not_covered: Mapping[Any, str] = field(default_factory=dict)
     autocast: Mapping[str, Policy] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def on_host(self) -> bool:
         """Whether the device's memory is the host's, so that there is no other side for a tensor to be on."""
         return self.device.type == "cpu"
