@@ -7,7 +7,6 @@ them: the narrow model on the full file, over several seeds, until it beats the 
 from __future__ import annotations
 
 import copy
-import resource
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -22,6 +21,7 @@ import torch
 from torch import nn
 
 from everybyte.data import Batch, Split, Windows, record, tft_windows
+from everybyte.host import peak_resident_bytes
 from everybyte.models.tft import TFT, TFTConfig, quantile_loss
 from everybyte.units import format_bytes
 
@@ -278,8 +278,7 @@ def hold_out(windows: Windows, share: float, horizon: int) -> tuple[Windows, Win
 def _peak(device: torch.device) -> tuple[int, str]:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), "allocated"
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): kilobytes on Linux, bytes on macOS
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "resident"
+    return peak_resident_bytes(), "resident"
 
 
 def _bar(total: int | None, progress: bool) -> AbstractContextManager[Any]:
