@@ -1,6 +1,6 @@
 """Trace a PyTorch training step without running it, measure it, and explain every byte."""
 
-from . import formulas, models, report
+from . import formulas, gpus, models, report
 from .allocator import Allocator
 from .fit import fit_formula
 from .measure import Measurement, measure
@@ -22,6 +22,7 @@ __all__ = [
     "fit_formula",
     "format_bytes",
     "formulas",
+    "gpus",
     "measure",
     "models",
     "parse_bytes",

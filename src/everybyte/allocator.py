@@ -19,7 +19,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from . import gpus
 from .caching import DEFAULT_POOL, SMALL_SIZE, UNLIMITED, Block, DeviceAllocator, Segment, SegmentEvent
+from .gpus import GPU
 from .timeline import Timeline
 from .units import MiB, format_bytes, parse_bytes
 
@@ -173,6 +175,8 @@ class Allocator:
     Args:
         total: Memory that the allocator may reserve: bytes, or as people write it ("16 GB"); what the CUDA context and
             other processes take is already gone from it. None never runs out.
+        gpu: In its place a GPU of `everybyte.gpus`, by name or described: its memory less the most that a CUDA context
+            is reported to take.
         max_split_size_mb: Blocks of this many MiB and more are not split; at least 20.
         max_non_split_rounding_mb: How much larger than the request such a block may be; at least 20.
         large_segment_size_mb: The segment that requests of 1 to 10 MiB share; more than 10.
@@ -182,7 +186,7 @@ class Allocator:
         garbage_collection_threshold: In (0, 1): share of the allowed memory above which old free segments are given
             back before new ones are taken. Acts only where `per_process_memory_fraction` is below 1, as in PyTorch.
         expandable_segments: One growing segment for each pool and stream.
-        per_process_memory_fraction: In [0, 1]: share of `total` that may be reserved.
+        per_process_memory_fraction: In [0, 1]: share of `total`, or of all that the GPU has, that may be reserved.
 
     Raises:
         ValueError, TypeError: If a setting is one that PyTorch refuses.
@@ -190,6 +194,7 @@ class Allocator:
 
     total: int | str | None = None
     _: KW_ONLY
+    gpu: str | GPU | None = None
     max_split_size_mb: int | None = None
     max_non_split_rounding_mb: int = 20
     large_segment_size_mb: int = 20
@@ -201,6 +206,9 @@ class Allocator:
     def __post_init__(self) -> None:
         if self.total is not None and parse_bytes(self.total) <= 0:
             raise ValueError(f"total must be positive, not {self.total!r}")
+        if self.gpu is not None and self.total is not None:
+            raise ValueError(f"total={self.total!r} and gpu={self.gpu!r}: say one of them")
+        self.memory  # noqa: B018  (finds the GPU)
         for name, least in (
             ("max_split_size_mb", 20),
             ("max_non_split_rounding_mb", 20),
@@ -219,9 +227,17 @@ class Allocator:
             )
         if not 0 <= self.per_process_memory_fraction <= 1:
             raise ValueError(f"per_process_memory_fraction lies in [0, 1], not {self.per_process_memory_fraction}")
-        if self.per_process_memory_fraction < 1 and self.total is None:
+        if self.per_process_memory_fraction < 1 and self.total is None and self.gpu is None:
             raise ValueError("per_process_memory_fraction is a share of the GPU's memory: say total as well")
         self.divisions  # noqa: B018  (checks them)
+
+    @cached_property
+    def memory(self) -> tuple[int, int]:
+        """Bytes that may be reserved, and bytes that a share is a share of."""
+        if self.gpu is not None:
+            gpu = gpus.find(self.gpu)
+            return gpu.usable[0], gpu.total
+        return (UNLIMITED if self.total is None else parse_bytes(self.total),) * 2
 
     @cached_property
     def divisions(self) -> tuple[int, ...]:
@@ -311,11 +327,11 @@ class Allocator:
 
     def device(self, **recorded: Any) -> DeviceAllocator:
         """The rules under these settings, with nothing allocated. `recorded` overrides its arguments."""
-        total = UNLIMITED if self.total is None else parse_bytes(self.total)
+        total, whole = self.memory
         limited = self.per_process_memory_fraction < 1
         return DeviceAllocator(
             total=total,
-            allowed=int(self.per_process_memory_fraction * total) if limited else None,
+            allowed=int(self.per_process_memory_fraction * whole) if limited else None,
             max_split_size=UNLIMITED if self.max_split_size_mb is None else self.max_split_size_mb * MiB,
             max_non_split_rounding=self.max_non_split_rounding_mb * MiB,
             large_segment=self.large_segment_size_mb * MiB,

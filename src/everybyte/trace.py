@@ -18,8 +18,9 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 
-from . import values
+from . import gpus, values
 from .attribution import Attribution, user_frame, user_line
+from .gpus import GPU
 from .kernels import META, Kernels
 from .rules import RULES, Rules, engine
 from .rules.autocast import Autocast
@@ -43,7 +44,7 @@ _ACCUMULATE_GRAD: Final = torch._C._functions.AccumulateGrad
 _current_node = torch._C._current_autograd_node
 
 
-def trace(rules: str = "cpu", gpu: str | None = None) -> Trace:
+def trace(rules: str = "cpu", gpu: str | GPU | None = None) -> Trace:
     """Runs the training code of a `with` block on the meta device and records what it would allocate.
 
         with everybyte.trace(rules="cpu") as run:
@@ -59,9 +60,10 @@ def trace(rules: str = "cpu", gpu: str | None = None) -> Trace:
     Args:
         rules: Whose kernels' rules the trace follows; "cpu" or "cuda". Under "cuda" new tensors are put on the GPU, as
             under `with torch.device("cuda")`; what is put on the host explicitly is really there, and not counted.
-        gpu: The GPU to follow; no name is known yet. Left out, an Ampere GPU (compute capability 8.0) is assumed.
+        gpu: The GPU to follow, by a name of `everybyte.gpus` ("a4000") or described; left out, an A100 of 80 GB.
 
     Raises:
+        TypeError: If `gpu` is neither a name nor a `GPU`.
         ValueError: If there are no such rules, or no such GPU.
     """
     if rules not in RULES:
@@ -69,9 +71,7 @@ def trace(rules: str = "cpu", gpu: str | None = None) -> Trace:
         raise ValueError(f"rules={rules!r}: this version traces by the rules {known}")
     if gpu is not None and RULES[rules].on_host:
         raise ValueError(f"gpu={gpu!r} has no meaning under rules={rules!r}; leave it out")
-    if gpu is not None:
-        raise ValueError(f"gpu={gpu!r}: this version knows no GPU by name; left out, it is one of capability 8.0")
-    return Trace(RULES[rules])
+    return Trace(RULES[rules], None if RULES[rules].on_host else gpus.find(gpus.DEFAULT if gpu is None else gpu))
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,7 @@ class Trace(Run):
 
     Attributes:
         rules: Whose kernels' rules it follows.
+        gpu: The GPU that it follows; None under the CPU's rules.
         attribution: Whose memory it is.
         unknown_reads: Every place where the code asked for a value that nobody knows (it got the type's zero).
         conditional: Lines at which such a value decided a branch: a real run may go the other way.
@@ -116,8 +117,9 @@ class Trace(Run):
         remarks: What is worth knowing of single calls, with their lines.
     """
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: Rules, gpu: GPU | None = None) -> None:
         self.rules = rules.name
+        self.gpu = gpu
         self._rules = rules
         self.attribution = Attribution(on_optimizer=self._on_optimizer, on_root=self._label_module)
         self.unknown_reads: list[UnknownRead] = []
@@ -154,7 +156,13 @@ class Trace(Run):
         self._exit.callback(_set_active, None)
         gc.freeze()  # a trace's many small objects make collections frequent: leave out of them what was there before
         self._exit.callback(gc.unfreeze)
-        contexts = (self.attribution.following(), self._autocast.acting(), shown_to(self, self._rules), _Ops(self))
+        contexts = (
+            gpus.following(self.gpu),
+            self.attribution.following(),
+            self._autocast.acting(),
+            shown_to(self, self._rules),
+            _Ops(self),
+        )
         for context in contexts:
             self._exit.enter_context(context)
         _set_active(self)
@@ -180,6 +188,7 @@ class Trace(Run):
             {
                 "evidence": "traced",
                 "rules": self.rules,
+                "gpu": self.gpu.name if self.gpu else None,
                 "torch": torch.__version__.split("+")[0],
                 "steps": self._steps_marked,
                 "conditional": list(self.conditional),

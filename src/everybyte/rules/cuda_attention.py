@@ -3,9 +3,9 @@
 Shapes: query [b, a, s, d], key and value [b, a_kv, t, d]. Three fused kernels keep their output and a log-sum-exp for
 each query instead of the scores [b, a, s, t]; where none of them takes the call, the scores are made, in fp32.
 
-The order is PyTorch's on a GPU of compute capability 8.0 (`ATen/native/transformers/cuda/sdp_utils.cpp`,
-`select_sdp_backend`): flash, memory-efficient, composed. On Hopper cuDNN's kernel comes first; here it is taken where
-`torch.nn.attention.sdpa_kernel` asks for it.
+The order is PyTorch's (`ATen/native/transformers/cuda/sdp_utils.cpp`, `select_sdp_backend`): flash, memory-efficient,
+composed. On Hopper and on Blackwell's large chips cuDNN's kernel comes first (`check_prefer_cudnn_attention`), as with
+the wheels for CUDA 13; on others it is taken where `torch.nn.attention.sdpa_kernel` asks for it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
+from .. import gpus
 from ..units import format_bytes, round_up
 from .base import Function, stating
 from .cuda_dropout import dropout
@@ -31,8 +32,7 @@ REMARKS: Final[dict[Any, Function]] = {}
 LEFT_OUT: Final[dict[Any, str]] = {}
 
 _HALVES: Final = (torch.float16, torch.bfloat16)
-PROCESSORS: Final = 108
-"""Streaming multiprocessors of the GPU that is assumed, an A100."""
+_BY_DEFAULT: Final = tuple(torch._C._get_sdp_priority_order())
 
 
 # -- the choice --------------------------------------------------------------------------------------------------------
@@ -64,7 +64,10 @@ class _Call:
         Raises:
             RuntimeError: If none does, as in a real run.
         """
-        for backend in map(SDPBackend, torch._C._get_sdp_priority_order()):
+        order = torch._C._get_sdp_priority_order()
+        if gpus.followed().capability[0] in (9, 10) and tuple(order) == _BY_DEFAULT:
+            order = [int(SDPBackend.CUDNN_ATTENTION), *order]
+        for backend in map(SDPBackend, order):
             if backend in _REFUSES and _REFUSES[backend](self) is None:
                 return backend
         raise RuntimeError(f"No available kernel. Aborting execution. {self.refusals()}")
@@ -113,14 +116,20 @@ def _refuses_strides(call: _Call, *, single: bool) -> str | None:
 def _flash(call: _Call) -> str | None:
     """`sdp_utils.cpp`, `can_use_flash_attention`."""
     q, k, v = call.operands
+    gpu = gpus.followed()
     if not torch._C._get_flash_sdp_enabled():
         return "switched off"
+    if gpu.capability < (8, 0):
+        return _too_old(gpu)
     if call.mask is not None:
         return "it takes no mask"
     if not q.shape[-1] == k.shape[-1] == v.shape[-1] <= 256:
         return "query, key and value need one head dimension of at most 256"
     if q.dtype not in _HALVES:
         return f"it takes fp16 and bf16, not {q.dtype}"
+    small = (8, 6) <= gpu.capability <= (8, 9) or gpu.capability >= (12, 0)
+    if small and call.learns and q.shape[-1] > 192 and (q.shape[-1] <= 224 or call.dropout):
+        return f"it does not train head dimensions above 192 on a GPU of compute capability {_written(gpu)}"
     if call.causal and q.shape[2:3] != k.shape[2:3]:
         return "is_causal needs a square of scores"
     return _refuses_any(call) or _refuses_heads(call, grouped=True) or _refuses_strides(call, single=True)
@@ -129,9 +138,12 @@ def _flash(call: _Call) -> str | None:
 def _efficient(call: _Call) -> str | None:
     """`sdp_utils.cpp`, `can_use_mem_efficient_attention`."""
     q, k, v = call.operands
-    alignment = 8 if q.dtype in _HALVES else 4
+    gpu = gpus.followed()
+    alignment = _alignment(q.dtype, gpu)
     if not torch._C._get_mem_efficient_sdp_enabled():
         return "switched off"
+    if q.dtype == torch.bfloat16 and gpu.capability < (8, 0):
+        return f"it takes bf16 from compute capability 8.0 on, and this GPU has {_written(gpu)}"
     if q.dtype not in (*_HALVES, torch.float32):
         return f"it takes fp16, bf16 and fp32, not {q.dtype}"
     if q.shape[-1] != k.shape[-1] or any(not d or d % alignment for d in (q.shape[-1], v.shape[-1])):
@@ -142,8 +154,11 @@ def _efficient(call: _Call) -> str | None:
 def _cudnn(call: _Call) -> str | None:
     """`sdp_utils.cpp`, `can_use_cudnn_attention`."""
     q, k, v = call.operands
+    gpu = gpus.followed()
     if not torch._C._get_cudnn_sdp_enabled():
         return "switched off"
+    if gpu.capability < (8, 0):
+        return _too_old(gpu)
     if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
         return "it is not deterministic"
     if q.dtype not in _HALVES:
@@ -157,6 +172,21 @@ def _cudnn(call: _Call) -> str | None:
     if call.mask is not None and (call.mask.requires_grad or call.mask.dim() not in (2, 4)):
         return "it takes masks of 2 or 4 dimensions that do not learn"
     return _refuses_any(call) or _refuses_heads(call, grouped=True) or _refuses_strides(call, single=True)
+
+
+def _alignment(dtype: torch.dtype, gpu: gpus.GPU) -> int:
+    """What head dimensions must be multiples of for the memory-efficient kernel (`minimum_gemm_alignment`)."""
+    if gpu.capability >= (8, 0) or (gpu.capability >= (7, 0) and dtype in _HALVES):
+        return 8 if dtype in _HALVES else 4
+    return 1
+
+
+def _too_old(gpu: gpus.GPU) -> str:
+    return f"it needs compute capability 8.0, and this GPU has {_written(gpu)}"
+
+
+def _written(gpu: gpus.GPU) -> str:
+    return "{}.{}".format(*gpu.capability)
 
 
 def _composed(call: _Call) -> str | None:
@@ -318,7 +348,7 @@ def flash_attention_scratch(query: Any, key: Any, value: Any, dropout: float = 0
 
 def _splits(rows: int, columns: int, most: int = 128) -> int:
     """Into how many parts a sequence of keys is split so that all processors work (`num_splits_heuristic`)."""
-    at_once = 2 * PROCESSORS
+    at_once = 2 * gpus.followed().processors
     if rows >= 0.8 * at_once:
         return 1
     eligible = [
@@ -393,14 +423,19 @@ def efficient_attention_scratch(query: Any, key: Any, value: Any, *rest: Any, **
 def efficient_attention_backward_scratch(
     gradient: Any, query: Any, key: Any, value: Any, bias: Any, out: Any, *rest: Any, **options: Any
 ) -> list[int]:
-    """Row sums [b, a, s] in fp32, by way of a product where the kernel does not make them itself.
+    """Row sums [b, a, s] in fp32, by way of a product in fp32 where the kernel does not make them itself.
 
-    `ATen/native/transformers/cuda/attention_backward.cu`, `_efficient_attention_backward`.
+    `ATen/native/transformers/cuda/attention_backward.cu`, `_efficient_attention_backward`, and `kernel_backward.h`,
+    `kKernelComputesDelta`: it does for halves, on compute capability 7.0 up to a head dimension of 128.
     """
-    b, a, s, _ = query.shape
+    b, a, s, d = query.shape
     sums = 4 * b * a * s
+    computes = query.dtype in _HALVES and (gpus.followed().capability != (7, 0) or max(d, value.shape[-1]) <= 128)
     copies = [] if gradient.transpose(1, 2).is_contiguous() else [gradient.numel() * gradient.element_size()]
-    return [*copies, sums] if query.dtype in _HALVES else [*copies, 4 * out.numel(), sums, sums]
+    if computes:
+        return [*copies, sums]
+    upcast = [4 * gradient.numel(), 4 * out.numel()] if query.dtype in _HALVES else []
+    return [*copies, *upcast, 4 * out.numel(), sums, sums]
 
 
 LEFT_OUT[aten._scaled_dot_product_efficient_attention_backward.default] = (

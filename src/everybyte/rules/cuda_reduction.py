@@ -12,14 +12,13 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from .. import gpus
 from .base import Function, stating
-from .cuda_attention import PROCESSORS
 
 aten: Final = torch.ops.aten
 
 SCRATCH: Final[dict[Any, Function]] = {}
 
-_THREADS_PER_PROCESSOR: Final = 2048  # of an A100
 _WARP, _MOST_THREADS, _LEAST_VALUES, _MOST_VALUES = 32, 512, 16, 256
 _MOST_BYTES: Final = 2**31 - 1
 """Reached by one kernel; more is reduced half by half (`ATen/TensorIterator.cpp`, `can_use_32bit_indexing`)."""
@@ -127,7 +126,8 @@ def _partial_results(dimensions: list[_Dimension], partial: int, vector: int, of
         return []
     values = _ceil(inputs, inputs_at_once * height)
     groups = _ceil(outputs // side_by_side, outputs_at_once)
-    fill = PROCESSORS * (_THREADS_PER_PROCESSOR // (width * height))
+    gpu = gpus.followed()
+    fill = gpu.processors * (gpu.threads // (width * height))
     if values < _MOST_VALUES or groups > fill:
         return []
     blocks = max(min(_ceil(fill, groups), _ceil(values, _LEAST_VALUES)), _ceil(values, _MOST_VALUES))
