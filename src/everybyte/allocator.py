@@ -74,7 +74,8 @@ class OutOfMemory:
         free: What the driver (or the process's fraction) still had.
         allocated, reserved: As `torch.cuda.memory_allocated` and `memory_reserved` would say.
         largest_free: The largest cached block that the request could have been given.
-        cause: "demand" if the live blocks and the request exceed the memory however they lie, else "fragmentation".
+        cause: "demand" if the live blocks and the request exceed the memory however they lie, "limit" if the driver had
+            enough and the process was refused it (its own fraction, in a recording), else "fragmentation".
         needed: What the whole timeline comes to at its fullest, each request rounded: less memory than this never does.
     """
 
@@ -95,6 +96,11 @@ class OutOfMemory:
             return asked + (
                 f"but {format_bytes(self.allocated)} of {format_bytes(limit)} are allocated already: demand, not "
                 "fragmentation; the tensors themselves do not fit"
+            )
+        if self.cause == "limit":
+            return asked + (
+                f"with {format_bytes(self.allocated)} allocated, and the driver still had {format_bytes(self.free)}: a "
+                "limit of the process, such as per_process_memory_fraction"
             )
         verdict = "fragmentation, not demand"
         if self.needed > limit:
@@ -304,7 +310,8 @@ class Allocator:
             elif nbytes:  # an empty storage never reaches the allocator
                 block = model.malloc(nbytes, stream)
                 if block is None:
-                    failed = self._out_of_memory(model, event, nbytes, stream, needed=int(rounded.max()))
+                    free = min(model.total, model.allowed) - model.reserved
+                    failed = out_of_memory(model, event, nbytes, stream, free=free, needed=int(rounded.max()))
                     break
                 blocks[storage] = block
             addresses.append(block.address if block else 0)
@@ -341,18 +348,26 @@ class Allocator:
             **recorded,
         )
 
-    @staticmethod
-    def _out_of_memory(model: DeviceAllocator, event: int, requested: int, stream: int, needed: int) -> OutOfMemory:
-        size, limit = model.round_size(requested), min(model.total, model.allowed)
-        pool = model.get_pool(DEFAULT_POOL, size <= SMALL_SIZE)
-        return OutOfMemory(
-            event=event,
-            requested=requested,
-            segment=model.get_allocation_size(size),
-            free=limit - model.reserved,
-            allocated=model.allocated,
-            reserved=model.reserved,
-            largest_free=max((nbytes for owner, nbytes, *_ in pool.free if owner == stream), default=0),
-            cause="demand" if model.allocated + size > limit else "fragmentation",
-            needed=needed,
-        )
+
+def out_of_memory(
+    model: DeviceAllocator, event: int, requested: int, stream: int, *, free: int, needed: int
+) -> OutOfMemory:
+    """Why a request failed, of which all else is known. `free` and `needed` are as in `OutOfMemory`."""
+    size = model.round_size(requested)
+    pool, segment = model.get_pool(DEFAULT_POOL, size <= SMALL_SIZE), model.get_allocation_size(size)
+    cause = "fragmentation"
+    if model.allocated + size > model.reserved + free:
+        cause = "demand"
+    elif free >= segment and model.allocated + size > model.reserved:
+        cause = "limit"
+    return OutOfMemory(
+        event=event,
+        requested=requested,
+        segment=segment,
+        free=free,
+        allocated=model.allocated,
+        reserved=model.reserved,
+        largest_free=max((nbytes for owner, nbytes, *_ in pool.free if owner == stream), default=0),
+        cause=cause,
+        needed=needed,
+    )

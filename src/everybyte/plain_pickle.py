@@ -45,7 +45,15 @@ def load(path: str | Path) -> tuple[Any, int]:
         ValueError: If the file is no pickle, is cut short, lies about a length, or could run code.
         OSError: If it cannot be read.
     """
-    data = Path(path).read_bytes()
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is a folder, a device or a pipe, and no file")
+    with open(path, "rb") as file:
+        data = file.read(2)
+        if data[:1] != pickle.PROTO:
+            reason = f"it begins with {data!r}" if data else "it is empty"
+            raise ValueError(f"{path} is not a pickle of plain data: {reason}")
+        data += file.read()
     try:
         _check(data)
         return _Unpickler(io.BytesIO(data)).load(), len(data)

@@ -17,7 +17,7 @@ from typing import Any, Final
 import pyarrow as pa
 
 from . import snapshot_file
-from .allocator import Allocator
+from .allocator import Allocator, Fragmentation, OutOfMemory, out_of_memory
 from .caching import ADDRESS_SPACE, DEFAULT_POOL, SMALL_SIZE, Segment, SegmentEvent
 from .rewind import INACTIVE, Event, Recording, Slack, rewind
 from .snapshot_file import RETURNS, TAKES
@@ -25,6 +25,7 @@ from .timeline import SCHEMA, Timeline
 from .units import format_bytes
 
 OFF_THE_RECORD: Final = 2**60  # no GPU's address
+LONGEST_NAME: Final = 500  # characters
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ class Comparison:
         undetermined: Blocks at the start whose whole size the recording leaves open; until each one's `last_event`,
             `allocated` may be larger by up to what is `possible`.
         contradictions: Events that do not agree with the end of the recording.
+        fragmentation: Where each device's reserved bytes are when most are reserved, at the fullest of those moments.
+        out_of_memory: The requests that failed.
     """
 
     recorded: Figures
@@ -75,6 +78,8 @@ class Comparison:
     reserved_mismatches: int
     contradictions: int
     undetermined: tuple[Slack, ...]
+    fragmentation: tuple[Fragmentation, ...]
+    out_of_memory: tuple[OutOfMemory, ...]
 
     @property
     def exact(self) -> bool:
@@ -103,6 +108,8 @@ class Comparison:
                 }
                 for slack in self.undetermined
             ],
+            "fragmentation": [asdict(one) for one in self.fragmentation],
+            "out_of_memory": [asdict(one) for one in self.out_of_memory],
         }
 
     def explain(self) -> str:
@@ -181,7 +188,7 @@ class Snapshot:
         if device is not None and device not in self.devices:
             raise ValueError(f"no device {device}; the recording has {', '.join(map(str, self.devices)) or 'none'}")
         parts = [self._compare(d) for d in (self.devices if device is None else (device,))]
-        return sum(parts[1:], parts[0]) if parts else Comparison(_NOTHING, _NOTHING, 0, 0, 0, 0, 0, ())
+        return sum(parts[1:], parts[0]) if parts else Comparison(_NOTHING, _NOTHING, 0, 0, 0, 0, 0, (), (), ())
 
     def _compare(self, device: int) -> Comparison:
         events, recording = self.traces.get(device, ()), self.recording(device)
@@ -198,6 +205,8 @@ class Snapshot:
             reserved_mismatches=run.reserved_mismatches,
             undetermined=tuple(slack for slack in recording.slacks if len(slack.possible) > 1),
             contradictions=recording.contradictions,
+            fragmentation=(run.fragmentation,),
+            out_of_memory=tuple(run.out_of_memory),
         )
 
     @cached_property
@@ -208,6 +217,7 @@ class Snapshot:
         innermost function on the stack, `line` the innermost line outside of PyTorch.
         """
         rows: list[tuple[Any, ...]] = []  # time, step, action, storage, nbytes, device, stream, op, line
+        names = _Names()
         for device in self.devices:
             recording, events, name = self.recording(device), self.traces.get(device, ()), f"cuda:{device}"
             frames = self._stacks_at_start(device)
@@ -221,7 +231,7 @@ class Snapshot:
             for i, event in enumerate([*before, *events], start=-len(before)):
                 when = (event.time_us, 0) if i >= 0 else (-1, -1)  # time, step
                 if event.action == "alloc":
-                    what = (len(rows), event.size, name, event.stream, *_innermost(event.frames))
+                    what = (len(rows), event.size, name, event.stream, *names(event.frames))
                     live[event.address] = what
                     rows.append((*when, "alloc", *what))
                 elif i in recording.releases and event.address in live:
@@ -252,15 +262,40 @@ class Snapshot:
 _COLUMNS: Final = ("time", "step", "action", "storage", "nbytes", "device", "stream", "op", "line")
 
 
-def _innermost(frames: Sequence[dict]) -> tuple[str, str]:
-    """The innermost function, and the innermost line outside of PyTorch's own files."""
-    if not frames:
-        return "", ""
-    frames = [{key: value for key, value in frame.items() if isinstance(value, str | int)} for frame in frames]
-    files = [str(frame.get("filename", "")) for frame in frames]
-    at = next((i for i, file in enumerate(files) if file.endswith(".py") and "/torch/" not in file), 0)
-    texts = str(frames[0].get("name", "")), f"{files[at]}:{frames[at].get('line', 0)}"
-    return tuple(text.encode("utf-8", "replace").decode() for text in texts)
+class _Names:
+    """Who asked for memory: the innermost function on a stack, and the innermost line outside of PyTorch's own files.
+
+    Stacks and frames are shared in a file, so each is looked at once; texts end where no real name is as long.
+    """
+
+    def __init__(self) -> None:
+        self.of_stacks: dict[int, tuple[str, str]] = {}  # by identity
+        self.of_frames: dict[int, tuple[str, str, bool]] = {}
+
+    def __call__(self, frames: Sequence[dict]) -> tuple[str, str]:
+        found = self.of_stacks.get(id(frames))
+        if found is None:
+            names = [self.of_frame(frame) for frame in frames] or [("", "", True)]
+            found = names[0][0], next((line for _, line, outside in names if outside), names[0][1])
+            self.of_stacks[id(frames)] = found
+        return found
+
+    def of_frame(self, frame: dict) -> tuple[str, str, bool]:
+        found = self.of_frames.get(id(frame))
+        if found is None:
+            name, file = (_text(frame.get(key)) for key in ("name", "filename"))
+            number = frame.get("line")
+            line = f"{file}:{number if isinstance(number, int) and 0 <= number < 2**31 else 0}"
+            found = self.of_frames[id(frame)] = name, line, file.endswith(".py") and "/torch/" not in file
+        return found
+
+
+def _text(name: Any) -> str:
+    """A name in a frame as text that every file format takes; of a longer one the end, which tells most."""
+    if not isinstance(name, str):
+        return ""
+    text = name if len(name) <= LONGEST_NAME else "…" + name[1 - LONGEST_NAME :]
+    return text.encode("utf-8", "replace").decode()
 
 
 class _Run:
@@ -274,6 +309,9 @@ class _Run:
         self.held = {segment.address: segment.size for segment in recording.start if not segment.expandable}
         self.seen = 0  # of the model's segment events
         self.address_mismatches = self.reserved_mismatches = self.unpredicted = 0
+        self.pending = 0  # bytes of blocks that are freed, but that another stream still uses
+        self.fullest = (-1, -1, 0, 0, 0, 0)  # bytes reserved and taken, event, requested, rounded, inactive split
+        self.out_of_memory: list[OutOfMemory] = []
 
     def cuda_malloc(self, size: int) -> int:
         """Where the recording has the new segment; elsewhere if it has none, or the model has not left that place."""
@@ -293,6 +331,8 @@ class _Run:
     def play(self, events: Sequence[Event]) -> Figures:
         model, blocks, recording = self.model, self.blocks, self.recording
         rounded = sum(model.round_size(block.requested) for block in blocks.values())
+        self.pending = sum(block.size for block in blocks.values() if not block.allocated)
+        self.note_fullest(-1, rounded)
         series = [(model.allocated, rounded, model.requested, model.reserved)]
         reserved, returned = recording.reserved.tolist(), 0
         for i, event in enumerate(events):
@@ -315,16 +355,33 @@ class _Run:
                 self.new_segments.clear()
                 self.address_mismatches += block.address != address
                 rounded += model.round_size(size)
-            elif action != "oom" and address in blocks:
+            elif action == "oom":  # its address is what the driver had left
+                needed = int(recording.rounded.max())
+                self.out_of_memory.append(out_of_memory(model, i, size, stream, free=address, needed=needed))
+            elif address in blocks:
                 block = blocks[address]
                 if block.allocated:
                     model.request_free(block)
+                    self.pending += block.size
                 if i in recording.releases:
                     rounded -= model.round_size(block.requested)
+                    self.pending -= block.size
                     model.free_block(blocks.pop(address))
+            self.note_fullest(i, rounded)
             self.reserved_mismatches += model.reserved != reserved[i + 1]
             series.append((model.allocated, rounded, model.requested, model.reserved))
         return _figures(*zip(*series, strict=True), len(model.segment_events))
+
+    def note_fullest(self, event: int, rounded: int) -> None:
+        model, taken = self.model, self.model.allocated + self.pending
+        if (model.reserved, taken) > self.fullest[:2]:
+            self.fullest = (model.reserved, taken, event, model.requested, rounded, model.inactive_split)
+
+    @property
+    def fragmentation(self) -> Fragmentation:
+        reserved, taken, event, requested, rounded, split = self.fullest
+        parts = (rounded - requested, taken - rounded, split, reserved - taken - split)
+        return Fragmentation(event, reserved, requested, *parts)
 
     def give_back(self, row: Sequence[Event], request: Event | None) -> None:
         """Why memory was given back is not recorded: for the request that follows, or because the program said so."""

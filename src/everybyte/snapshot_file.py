@@ -81,16 +81,16 @@ def _contents(data: Any, nbytes: int) -> Contents:
     for left, right in pairwise(parsed):
         if left.device == right.device and left.address + left.size > right.address:
             raise ValueError(f"two segments overlap at address {right.address:#x}")
-    events = {}
+    events, stack_of = {}, _StackChecker()
     for device, trace in enumerate(traces):
         pools = _PoolFinder(segment for segment in parsed if segment.device == device)
-        events[device] = [_event(entry, numbers, pools) for entry in trace if entry["action"] in ACTIONS]
+        events[device] = [_event(entry, numbers, pools, stack_of) for entry in trace if entry["action"] in ACTIONS]
     stacks = {}
     for segment in segments:
         at = segment["address"]
         for block in segment["blocks"]:
             if block["state"] != INACTIVE:
-                stacks[segment.get("device", 0), at] = _stack(block)
+                stacks[segment.get("device", 0), at] = stack_of(block)
             at += block["size"]
     return Contents(parsed, events, _settings(data.get("allocator_settings", {}), parsed, events), stacks)
 
@@ -118,11 +118,19 @@ def _segment(data: Mapping[str, Any], streams: Mapping[int, int]) -> Segment:
     return Segment(address, size, streams[data["stream"]], small, tuple(blocks), pool_id, expandable, device)
 
 
-def _stack(data: Mapping[str, Any]) -> Sequence[dict]:
-    frames = data.get("frames", ())
-    if not all(type(frame) is dict for frame in frames):
-        raise ValueError("a stack is not a list of frames")
-    return frames
+class _StackChecker:
+    """The stack of an entry, seen to be a list of frames; entries share stacks, so each is looked at once."""
+
+    def __init__(self) -> None:
+        self.seen: set[int] = set()
+
+    def __call__(self, data: Mapping[str, Any]) -> Sequence[dict]:
+        frames = data.get("frames", ())
+        if id(frames) not in self.seen:
+            if not all(type(frame) is dict for frame in frames):
+                raise ValueError("a stack is not a list of frames")
+            self.seen.add(id(frames))
+        return frames
 
 
 class _PoolFinder:
@@ -136,7 +144,9 @@ class _PoolFinder:
         return self.ranges[i][2] if i >= 0 and address < self.ranges[i][1] else DEFAULT_POOL
 
 
-def _event(data: Mapping[str, Any], streams: Mapping[int, int], pools: _PoolFinder) -> Event:
+def _event(
+    data: Mapping[str, Any], streams: Mapping[int, int], pools: _PoolFinder, stack_of: _StackChecker
+) -> Event:
     action = data["action"]
     address = _count(data["device_free" if action == "oom" else "addr"])
     pool_id = data.get("segment_pool_id")  # not in every version's files
@@ -146,7 +156,7 @@ def _event(data: Mapping[str, Any], streams: Mapping[int, int], pools: _PoolFind
         _count(data["size"], LARGEST),
         streams[data.get("stream", 0)],
         pools(address) if pool_id is None else tuple(map(_count, pool_id)),
-        _stack(data),
+        stack_of(data),
         _count(data.get("time_us", 0)),
     )
 

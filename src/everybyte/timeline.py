@@ -141,7 +141,13 @@ class Timeline:
         unknown = set(categories) - set(CATEGORIES)
         if unknown:
             raise ValueError(f"no category {sorted(unknown)[0]!r}; there are {', '.join(CATEGORIES)}")
-        keep = ~np.isin(self._text("category"), categories)
+        return self._only(~np.isin(self._text("category"), categories))
+
+    def on(self, device: str) -> Timeline:
+        """The events of one device ("cuda:1")."""
+        return self._only(self._text("device") == device)
+
+    def _only(self, keep: np.ndarray) -> Timeline:
         info = dict(self.info)
         for mark in info.keys() & {"start_event", "end_event"}:
             info[mark] = int(keep[: info[mark]].sum())

@@ -1,0 +1,334 @@
+"""The command line: what it answers, what it refuses in one line, and that no file can make it do anything else."""
+
+import gzip
+import json
+import os
+import pickle
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from streams import timeline
+
+from everybyte import plain_pickle
+from everybyte.allocator import Allocator
+from everybyte.cli import main
+from everybyte.timeline import Recorder
+from everybyte.units import MiB
+
+
+@pytest.fixture
+def run(capsys):
+    """A function from arguments to exit code, stdout and stderr."""
+
+    def run(*args):
+        code = main([str(arg) for arg in args])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def answer(run):
+    """A function from arguments to the JSON of a run that went well."""
+
+    def answer(*args):
+        code, out, err = run(*args, "--json")
+        assert (code, err) == (0, "")
+        return json.loads(out)
+
+    return answer
+
+
+def refused(result, why, code=2):
+    assert result[0] == code
+    assert result[1] == ""
+    assert result[2].startswith("everybyte: ")
+    assert result[2].count("\n") == 1
+    assert result[2].endswith("\n")
+    assert why in result[2]
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A function that writes events as a snapshot, changes what was written, and returns the file."""
+
+    def written(*events, total=None, change=lambda data: None):
+        path = tmp_path / "snapshot.pickle"
+        timeline(*events).to_snapshot(path, Allocator(total=total))
+        data, _ = plain_pickle.load(path)
+        change(data)
+        path.write_bytes(pickle.dumps(data, 4))
+        return path
+
+    return written
+
+
+# -- snapshot: what it answers -----------------------------------------------------------------------------------------
+
+PEAKS = {"peak_allocated", "peak_rounded", "peak_requested", "peak_reserved", "segment_events"}
+
+
+def test_the_json_holds_the_peaks_recorded_and_modelled_each_under_its_own_name(written, answer):
+    found = answer("snapshot", written(f"a={19 * MiB}", 300, 3 * MiB, "-a"))
+    # 19 MiB take a segment of 20, whose last MiB is too small to be split off; 300 B round to 512; 3 MiB are of 20.
+    expected = {
+        "peak_allocated": 20 * MiB + 512 + 3 * MiB,
+        "peak_rounded": 19 * MiB + 512 + 3 * MiB,
+        "peak_requested": 19 * MiB + 300 + 3 * MiB,
+        "peak_reserved": 42 * MiB,
+        "segment_events": 3,
+    }
+    assert found["recorded"] == found["modelled"] == expected
+    assert (found["allocations"], found["address_mismatches"], found["schema"]) == (3, 0, 1)
+    assert found["fragmentation"] == [
+        {
+            "event": 5,  # segment_alloc and alloc, three times
+            "reserved": 42 * MiB,
+            "requested": 22 * MiB + 300,
+            "rounding": 212,
+            "unsplit": MiB,
+            "inactive_split": 19 * MiB - 512,
+            "releasable": 0,
+        }
+    ]
+
+
+def test_the_peak_is_told_by_function_and_line_and_what_has_no_stack_by_size(tmp_path, answer, run):
+    recorder = Recorder()
+    for nbytes, op, line in ((4096, "mul", "net.py:3"), (1024, "", ""), (8192, "mul", "net.py:3"), (1024, "", "")):
+        recorder.alloc(nbytes, op=op, line=line, device="cuda:0")
+    path = tmp_path / "snapshot.pickle"
+    recorder.finish({}).to_snapshot(path)
+    data, _ = plain_pickle.load(path)
+    for entry in data["device_traces"][0]:
+        if entry.get("size") == 1024:
+            del entry["frames"]
+    path.write_bytes(pickle.dumps(data))
+    assert answer("snapshot", path)["live_at_peak"] == [
+        {"op": "mul", "line": "net.py:3", "bytes": 12_288, "allocations": 2},
+        {"op": "", "line": "", "bytes": 2_048, "allocations": 2},
+    ]
+    text = run("snapshot", path)[1]
+    assert "12,288 B (12.288 KB, 12.000 KiB)   85.7%        2 ×  net.py:3 mul" in text
+    assert "2 ×  no stack recorded, 1,024 B each" in text
+
+
+def test_other_settings_are_replayed_each_beside_the_recordings_own(written, answer, run):
+    path = written(*[15 * MiB] * 4)  # segments of 16 MiB each, or three pages of 20
+    found = answer("snapshot", path, "--what-if", "expandable_segments=1", "--what-if", "roundup_power2_divisions:2")
+    assert found["recorded"]["peak_reserved"] == found["replayed"]["peak_reserved"] == 64 * MiB
+    growing, rounding = found["what_if"]
+    assert growing["settings"] == {"expandable_segments": True}
+    assert growing["peak_reserved"] == 60 * MiB
+    assert (rounding["peak_allocated"], rounding["peak_reserved"]) == (64 * MiB, 64 * MiB)  # 15 MiB become 16
+    assert answer("snapshot", path)["what_if"][0]["settings"] == {"expandable_segments": True}
+    small = answer("snapshot", path, "--what-if", "total=50MiB,max_split_size_mb=32")["what_if"][0]
+    assert (small["out_of_memory"]["event"], small["out_of_memory"]["cause"]) == (3, "demand")
+    assert "expandable_segments=True: 62,914,560 B (62.915 MB, 60.000 MiB) reserved" in run("snapshot", path)[1]
+
+
+def test_divisions_are_read_as_pytorch_writes_them(written, answer):
+    text = "roundup_power2_divisions:[1:4,>:8],garbage_collection_threshold:0.8"
+    found = answer("snapshot", written(512), "--what-if", text)["what_if"][0]["settings"]
+    assert found == {"roundup_power2_divisions": {"1": 4, ">": 8}, "garbage_collection_threshold": 0.8}
+
+
+@pytest.mark.parametrize(
+    ("setting", "why"),
+    [
+        ("expandable=1", "no setting 'expandable'; there are expandable_segments, max_split_size_mb"),
+        ("expandable_segments=maybe", "expandable_segments cannot be 'maybe'"),
+        ("max_split_size_mb=5", "max_split_size_mb must be at least 20, not 5"),
+        ("max_split_size_mb", "max_split_size_mb cannot be ''"),
+        ("total=0B", "total must be positive"),
+        ("total=many", "'many' is not a size"),
+        ("roundup_power2_divisions=[1:3]", "must be a power of two"),
+        ("roundup_power2_divisions=[1", "roundup_power2_divisions cannot be"),
+        ("per_process_memory_fraction=0.5", "say total as well"),
+        ("garbage_collection_threshold=nan", "lies between 0 and 1"),
+        ("", "no setting ''"),
+    ],
+)
+def test_a_setting_that_pytorch_would_refuse_is_refused_by_name(written, run, setting, why):
+    refused(run("snapshot", written(512), "--what-if", setting), why)
+
+
+def test_a_request_that_failed_is_explained_as_demand_fragmentation_or_a_limit_of_the_process(written, answer, run):
+    crowded = written(f"a={30 * MiB}", 40 * MiB, total=64 * MiB)
+    (failure,) = answer("snapshot", crowded)["out_of_memory"]
+    assert (failure["cause"], failure["requested"], failure["free"]) == ("demand", 40 * MiB, 34 * MiB)
+    path = written(f"a={12 * MiB}", f"b={8 * MiB}", "-a", 30 * MiB, total=40 * MiB)  # segments of 12 and of 20
+    (failure,) = answer("snapshot", path)["out_of_memory"]
+    assert failure["cause"] == "fragmentation"  # 8 MiB are live; the 12 are given back, the 20 cannot be
+    assert (failure["free"], failure["largest_free"]) == (20 * MiB, 12 * MiB)
+    assert "fragmentation" in run("snapshot", path)[1]
+
+    def driver_has_more(data):
+        data["device_traces"][0][-1]["device_free"] = 70 * MiB
+
+    path = written(f"a={30 * MiB}", 40 * MiB, total=64 * MiB, change=driver_has_more)
+    (failure,) = answer("snapshot", path)["out_of_memory"]
+    assert failure["cause"] == "limit"
+    assert "a limit of the process" in run("snapshot", path)[1]
+
+
+def test_of_several_gpus_the_one_with_events_is_chosen_and_any_can_be(written, answer, run):
+    def second_gpu(data):
+        others = [dict(segment, device=1) for segment in data["segments"]]
+        data["segments"] += others
+        data["device_traces"] = [[], data["device_traces"][0]]
+
+    path = written(3 * MiB, 512, change=second_gpu)
+    found = answer("snapshot", path)
+    assert (found["device"], found["devices"], found["allocations"]) == (1, [0, 1], 2)
+    assert answer("snapshot", path, "--device", 0)["allocations"] == 0
+    assert answer("snapshot", path, "--device", 0)["recorded"]["peak_allocated"] == 3 * MiB + 512
+    assert "It also holds GPU 0: choose with --device." in run("snapshot", path)[1]
+    refused(run("snapshot", path, "--device", 7), "no device 7; the recording has 0, 1")
+
+
+def test_a_file_of_one_event_without_settings_and_times_is_explained(written, answer):
+    def old(data):
+        del data["allocator_settings"]
+        data["device_traces"][0] = [
+            {key: data["device_traces"][0][-1][key] for key in ("action", "addr", "size", "stream")}
+        ]
+
+    found = answer("snapshot", written(3 * MiB, 512, change=old))
+    assert (found["events"], found["allocations"], found["address_mismatches"]) == (1, 1, 0)
+    assert found["recorded"]["peak_requested"] == 3 * MiB + 512
+    assert sum(row["bytes"] for row in found["live_at_peak"]) == 3 * MiB + 512
+
+
+def test_a_file_without_any_memory_is_a_run_of_nothing(tmp_path, answer, run):
+    path = tmp_path / "empty.pickle"
+    path.write_bytes(pickle.dumps({"segments": [], "device_traces": [[]]}))
+    found = answer("snapshot", path)
+    assert found["recorded"] == dict.fromkeys(PEAKS, 0)
+    assert (found["device"], found["live_at_peak"]) == (None, [])
+    assert run("snapshot", path)[0] == 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "attention-small",
+        "lm-2.7b-ctx128-forward-fp32",
+        "lm-2.7b-ctx128-train-fp32",
+        "lm-medium-ctx128-inference",
+        "lm-medium-ctx128-train-fp32",
+        "lm-medium-ctx1024-train-amp",
+    ],
+)
+def test_recordings_are_explained_to_the_byte(snapshots, answer, name):
+    found = answer("snapshot", snapshots / f"{name}.pickle")
+    assert found["recorded"] == found["modelled"]
+    assert (found["address_mismatches"], found["segment_mismatches"], found["reserved_mismatches"]) == (0, 0, 0)
+    assert sum(row["bytes"] for row in found["live_at_peak"]) == found["recorded"]["peak_requested"]
+    (fragmentation,) = found["fragmentation"]
+    assert fragmentation["reserved"] == found["recorded"]["peak_reserved"]
+    parts = ("requested", "rounding", "unsplit", "inactive_split", "releasable")
+    assert sum(fragmentation[part] for part in parts) == fragmentation["reserved"]
+    assert all(fragmentation[part] >= 0 for part in parts)
+
+
+# -- snapshot: what it refuses -----------------------------------------------------------------------------------------
+
+
+class Bomb:
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+def files(folder):
+    whole = pickle.dumps({"segments": [], "device_traces": [[]]}, 4)
+    return {
+        "bomb": pickle.dumps({"segments": Bomb(folder / "ran")}, 4),
+        "old bomb": pickle.dumps({"segments": Bomb(folder / "ran")}, 0),
+        "cut short": whole[:-5],
+        "a billion entries": b"\x80\x04}r" + struct.pack("<I", 10**9) + b".",
+        "a billion characters": b"\x80\x04\x8d" + struct.pack("<Q", 10**9) + b"x.",
+        "empty": b"",
+        "no snapshot": pickle.dumps({"weights": [1.0, 2.0]}),
+        "gzip": gzip.compress(whole),
+        "json": b'{"segments": [], "device_traces": []}',
+        "zip": b"PK\x03\x04" + bytes(100),
+    }
+
+
+@pytest.mark.parametrize("name", files(Path()))
+def test_what_is_no_snapshot_is_refused_in_one_line_at_once_and_runs_nothing(tmp_path, run, name):
+    path = tmp_path / "x.pickle"
+    path.write_bytes(files(tmp_path)[name])
+    for form in ((), ("--json",)):
+        started = time.perf_counter()
+        refused(run("snapshot", path, *form), f"{path} is not a ")
+        assert time.perf_counter() - started < 1
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_folder_a_device_and_a_missing_file_are_refused(tmp_path, run):
+    refused(run("snapshot", tmp_path), "is a folder, a device or a pipe")
+    refused(run("snapshot", "/dev/zero"), "is a folder, a device or a pipe")
+    refused(run("snapshot", tmp_path / "missing"), "No such file or directory")
+    refused(run("snapshot", "a\0b"), "null")
+    refused(run("snapshot"), "the following arguments are required: FILE; everybyte snapshot --help")
+    refused(run("snap"), "everybyte --help")
+
+
+def test_stacks_and_names_that_are_shared_without_end_cost_no_more_than_the_file(written, answer):
+    def shared(data):
+        event, frames = data["device_traces"][0][-1], [{"name": "n" * 10**6, "filename": "f" * 10**6, "line": 1}]
+        stack = frames * 20_000
+        rest = [{**event, "action": action, "frames": stack} for action in ("free_requested", "free_completed")]
+        data["device_traces"][0] += [*rest, dict(event, frames=stack)] * 2_000
+
+    started = time.perf_counter()
+    found = answer("snapshot", written(512, change=shared))
+    assert time.perf_counter() - started < 20  # looking at every frame of every entry would take a quarter of an hour
+    assert found["allocations"] == 2_001
+    assert len(json.dumps(found)) < 10_000
+
+
+HOSTILE = {
+    "escapes": "\x1b[2J\x1b]0;owned\x07",
+    "breaks": "a\nb\r\tc",
+    "backwards": "\u202egnp.exe",
+    "half": "\ud800",
+    "wide": "é中",
+    "huge": "x" * 10**6,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE)
+def test_names_in_a_file_cannot_break_the_terminal_or_the_json(written, answer, run, name):
+    def rename(data):
+        for entry in data["device_traces"][0]:
+            entry["frames"] = [{"name": name, "filename": name + ".py", "line": 10**30}, {"name": 3, "filename": None}]
+
+    path = written(512, change=rename)
+    code, out, err = run("snapshot", path)
+    assert (code, err) == (0, "")
+    assert all(character.isprintable() for line in out.split("\n") for character in line)
+    assert max(map(len, out.split("\n"))) < 400
+    assert 0 < len(answer("snapshot", path)["live_at_peak"][0]["op"]) <= 500
+
+
+def test_the_console_script_writes_to_any_terminal(written):
+    def rename(data):
+        for entry in data["device_traces"][0]:
+            entry["frames"] = [{"name": "é中", "filename": "net.py", "line": 1}]
+
+    path = written(512, change=rename)
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-m", "everybyte", "snapshot", str(path)]
+    process = subprocess.run(command, env=environment, capture_output=True, timeout=120)
+    assert (process.returncode, process.stderr) == (0, b"")
+    assert rb"net.py:1 \xe9\u4e2d" in process.stdout
