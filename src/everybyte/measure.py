@@ -22,6 +22,7 @@ from .timeline import Recorder, Timeline
 
 _MARK: Final = "everybyte:"
 _OPTIMIZER: Final = "Optimizer.step#"
+_HOST: Final = torch.device("cpu")
 _ALLOCATION: Final = "[memory]"  # also of a release (`torch/csrc/profiler/collection.cpp`, `Result::name`)
 _NODE: Final = "autograd::engine::evaluate_function: "
 
@@ -164,12 +165,13 @@ class _Reader:
             name = event.name
             if name == _ALLOCATION:
                 self._allocation(event.extra_fields)
-            elif self._kernel is not None:  # whatever a kernel calls is its own affair
-                self.read(event.children)
-            elif name.startswith(_MARK):
-                self._mark(*name.removeprefix(_MARK).split(":", 1))
             elif children := event.children:
-                self._inside(name, event, children)
+                if self._kernel is None:
+                    self._inside(name, event, children)
+                else:  # whatever a kernel calls is its own affair
+                    self.read(children)
+            elif self._kernel is None and name.startswith(_MARK):
+                self._mark(*name.removeprefix(_MARK).split(":", 1))
 
     def _inside(self, name: str, event: Any, children: list[Any]) -> None:
         if name.startswith(_NODE):
@@ -181,7 +183,7 @@ class _Reader:
             self.read(children)
             self._optimizer = False
             self.recorder.end_update()
-        elif _is_kernel(name, any(child.name == name for child in children)):
+        elif _has_kernel(name) and not (_is_composite_too(name) and any(child.name == name for child in children)):
             self._in_kernel(name, children)
         else:
             self.read(children)
@@ -210,7 +212,7 @@ class _Reader:
                         self.recorder.label(self._at[address], category)
 
     def _allocation(self, memory: Any) -> None:
-        if memory.device.type != "cpu":
+        if memory.device != _HOST:
             return
         if memory.alloc_size < 0:
             storage = self._at.pop(memory.ptr, None)
@@ -253,21 +255,28 @@ def _parameter_labels(parameters: list[torch.Tensor]) -> dict[int | None, str]:
 
 
 @cache
-def _is_kernel(name: str, calls_itself: bool) -> bool:
-    """Whether a profiled op is one that a dispatch mode would see, rather than a composite of such ops.
-
-    The profiler gives no overload. A name that has overloads of both sorts and calls its own name is the composite one
-    (`where` with a number calls `where` with tensors).
-    """
+def _composite(name: str) -> tuple[bool, ...]:
+    """Of each overload of a profiled op, whether it is a composite of ops that a dispatch mode would see."""
     namespace, _, op = name.partition("::")
     if not op or not hasattr(torch.ops, namespace):
-        return False
+        return (True,)
     packet = getattr(getattr(torch.ops, namespace), op, None)
     overloads = packet.overloads() if hasattr(packet, "overloads") else []
     qualified = [name if o == "default" else f"{name}.{o}" for o in overloads if "out" not in o.split("_")]
-    composite = [
+    return tuple(
         torch._C._dispatch_has_kernel_for_dispatch_key(q, "CompositeImplicitAutograd")
         for q in qualified
         if torch._C._dispatch_has_kernel(q)
-    ]
-    return not all(composite) and not (calls_itself and any(composite))
+    )
+
+
+@cache
+def _has_kernel(name: str) -> bool:
+    return not all(_composite(name))
+
+
+@cache
+def _is_composite_too(name: str) -> bool:
+    """Whether a name has overloads of both sorts. The profiler gives no overload, but the composite one calls its own
+    name (`where` with a number calls `where` with tensors)."""
+    return any(_composite(name))

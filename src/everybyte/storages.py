@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,8 +41,8 @@ class Storages:
         storage = tensor.untyped_storage()
         event = self.recorder.alloc(
             storage.nbytes(),
-            shape=str(list(tensor.shape)),
-            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=_shape(tensor.shape),
+            dtype=_dtype(tensor.dtype),
             **what,
         )
         self.follow(storage, event, storage.nbytes())
@@ -88,3 +89,13 @@ class Storages:
         for event in made:
             if not self.recorder.is_live(event):
                 self.recorder.label(event, "scratch")
+
+
+@cache
+def _shape(size: torch.Size) -> str:
+    return str(list(size))
+
+
+@cache
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

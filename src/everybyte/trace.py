@@ -121,6 +121,7 @@ class Trace(Run):
         self.rules = rules.name
         self.gpu = gpu
         self._rules = rules
+        self._device = str(rules.device)
         self.attribution = Attribution(on_optimizer=self._on_optimizer, on_root=self._label_module)
         self.unknown_reads: list[UnknownRead] = []
         self.conditional: list[str] = []
@@ -354,7 +355,7 @@ class Trace(Run):
             module = self.attribution.owner(node.variable)
         else:
             module = self.attribution.module_of_node(node._sequence_nr())
-        return {"module": module, "line": user_line(), "device": str(self._rules.device)}
+        return {"module": module, "line": user_line(), "device": self._device}
 
     def _is_host_s_own(self, tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
         """Whether an op runs on the host beside the device: it is really run, and nothing of it is counted."""

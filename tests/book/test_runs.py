@@ -23,7 +23,6 @@ CASES = tomllib.loads(Path(__file__).with_name("other_parameters.toml").read_tex
 
 # What the book promises on two cores, and the allowance for a machine that is busy with something else.
 SECONDS_A_NOTEBOOK, SECONDS_IN_ALL, ALLOWANCE = 30, 360, 1.5
-LONGER = {"04_tft_step": 45}  # two steps of the full width, traced and really run; its head says how long
 
 parameterised = pytest.mark.parametrize("notebook", PARAMETERISED, ids=lambda path: path.stem)
 
@@ -36,8 +35,7 @@ def test_the_kernel_is_the_environments_own():
 def test_every_notebook_keeps_the_promised_time(execution):
     runs = execution.runs
     assert [run.notebook for run in runs] == [path.stem for path in BOOK.executed()]
-    promised = {run.notebook: LONGER.get(run.notebook, SECONDS_A_NOTEBOOK) for run in runs}
-    slow = {run.notebook: run.seconds for run in runs if run.seconds > promised[run.notebook] * ALLOWANCE}
+    slow = {run.notebook: run.seconds for run in runs if run.seconds > SECONDS_A_NOTEBOOK * ALLOWANCE}
     assert not slow, "over what they promise"
     assert sum(run.seconds for run in runs) <= SECONDS_IN_ALL * ALLOWANCE
 
