@@ -165,6 +165,60 @@ def test_an_allocation_behind_a_block_says_where_it_ends(tmp_path):
     assert snapshot.recording(0).start[0].blocks[0].size == 12 * MiB
 
 
+# -- what a program may do -------------------------------------------------------------------------------------------
+
+
+def test_an_expandable_segment_that_was_given_back_whole_comes_back_elsewhere(tmp_path):
+    gpu = Gpu({"expandable_segments": True})
+    for _ in range(3):
+        gpu.alloc(30 * MiB, 0, DEFAULT_POOL)
+        gpu.free(0, False)
+        gpu.empty_cache()  # nothing of the segment is mapped any more: its addresses are given back too
+        gpu.model._top -= 2**40  # and the driver's next ones lie below
+    for begun in range(len(gpu.events)):
+        assert eb.Snapshot.read(dump(tmp_path, gpu.snapshot(len(gpu.events) - begun))).compare().exact
+
+
+def test_what_is_given_back_for_a_request_that_then_fails_is_no_surprise(tmp_path):
+    gpu = Gpu({"max_split_size_mb": 64, "total": 250 * MiB})
+    for size in (70, 90, 30):
+        gpu.alloc(size * MiB, 0, DEFAULT_POOL)
+    gpu.free(0, False)
+    gpu.free(0, False)
+    gpu.alloc(240 * MiB, 0, DEFAULT_POOL)  # the largest first, then the other, and it is not enough
+    returned = [event["size"] // MiB for event in gpu.events if event["action"] == "segment_free"]
+    assert returned == [90, 70]
+    gpu.events.append({"action": "oom", "device_free": 220 * MiB, "size": 240 * MiB, "stream": 0})
+    gpu.alloc(512, 0, DEFAULT_POOL)
+    assert eb.Snapshot.read(dump(tmp_path, gpu.snapshot(len(gpu.events)))).compare().exact
+
+
+def test_the_pool_of_a_graph_is_known_after_its_segments_are_gone_where_events_name_it(tmp_path):
+    gpu = Gpu({})
+    gpu.alloc(30 * MiB, 0, POOL)
+    gpu.free(0, False)
+    gpu.alloc(30 * MiB, 0, DEFAULT_POOL)  # not where the graph's was
+    gpu.model.release_cached_blocks(POOL)
+    gpu.log("")
+    for event in gpu.events:
+        event["pool_id"] = DEFAULT_POOL if event is gpu.events[5] or event is gpu.events[4] else POOL
+    assert [event["action"] for event in gpu.events[4:]] == ["segment_alloc", "alloc", "segment_free"]
+    assert eb.Snapshot.read(dump(tmp_path, gpu.snapshot(len(gpu.events)))).compare().exact
+
+
+def test_frees_recorded_only_at_their_completion_count_until_then(tmp_path):
+    gpu = Gpu({})
+    for size in (3, 4, 5):
+        gpu.alloc(size * MiB, 0, DEFAULT_POOL)
+    begun = len(gpu.events)
+    gpu.free(0, False)
+    gpu.free(0, False)
+    gpu.events = [event for event in gpu.events if event["action"] != "free_requested"]
+    comparison = eb.Snapshot.read(dump(tmp_path, gpu.snapshot(len(gpu.events) - begun))).compare()
+    assert comparison.exact
+    assert comparison.recorded.peak_allocated == comparison.modelled.peak_allocated == 12 * MiB
+
+
 # -- formats -----------------------------------------------------------------------------------------------------------
 
 

@@ -131,13 +131,16 @@ class _Backwards:
             if segment.expandable:
                 self._map(segment, mapped=True)
         self.releases: set[int] = set()
+        actions = [event.action for event in events]
+        # Without any request they were left out of the recording (`skip_actions`), and a completion stands for both.
+        freed = PENDING if "free_requested" in actions or actions.count("free_completed") < 2 else ALLOCATED
         for i, event in reversed(list(enumerate(events))):
             if event.action == "alloc":
                 self.contradictions += self.active.pop(event.address, None) is None
             elif event.action == "free_completed":
                 self.contradictions += event.address in self.active
                 self.releases.add(i)
-                self.active[event.address] = BlockInfo(event.address, 0, event.size, PENDING)
+                self.active[event.address] = BlockInfo(event.address, 0, event.size, freed)
             elif event.action == "free_requested":
                 if event.address not in self.active:  # its completion was not recorded
                     self.releases.add(i)
@@ -164,12 +167,14 @@ class _Backwards:
                     piece for piece in ((left, min(right, start)), (max(left, end), right)) if piece[0] < piece[1]
                 ]
         self.mapped[key] = sorted([*ranges, (start, end)] if mapped else ranges)
+        if not self.mapped[key]:
+            del self.lowest[key]  # the address space was given back: what was mapped before lay in another
 
     def segments(self) -> list[Segment]:
         """The segments at the start, by address, without their blocks."""
         found = list(self.fixed.values())
         for (pool_id, small, stream), ranges in self.mapped.items():
-            lowest = self.lowest[pool_id, small, stream]
+            lowest = self.lowest.get((pool_id, small, stream))
             if ranges and lowest < ranges[0][0]:  # the address space begins where something was mapped only later
                 ranges = [(lowest, lowest), *ranges]
             found += [Segment(start, end - start, stream, small, (), pool_id, True) for start, end in ranges]

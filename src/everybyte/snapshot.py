@@ -342,7 +342,7 @@ class _Run:
                     others = (j for j in range(i, len(events)) if events[j].action not in RETURNS)
                     returned = next(others, len(events))
                     rest = (events[j] for j in range(returned, len(events)))
-                    self.give_back(events[i:returned], next((e for e in rest if e.action == "alloc"), None))
+                    self.give_back(events[i:returned], next((e for e in rest if e.action in ("alloc", "oom")), None))
                 continue
             if action in TAKES:
                 self.new_segments.append(address)

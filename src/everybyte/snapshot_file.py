@@ -149,7 +149,7 @@ def _event(
 ) -> Event:
     action = data["action"]
     address = _count(data["device_free" if action == "oom" else "addr"])
-    pool_id = data.get("segment_pool_id")  # not in every version's files
+    pool_id = data.get("pool_id")  # only in files of late versions
     return Event(
         action,
         address,
