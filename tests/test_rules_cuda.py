@@ -15,7 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import everybyte as eb
+from everybyte import gpus
 from everybyte.rules import RULES
+from everybyte.rules.cuda_sort import radix_sort_pairs
 
 BF16 = torch.bfloat16
 
@@ -209,15 +211,17 @@ def test_the_loss_head_of_an_8b_model_peaks_as_was_counted_in_the_field(chunks, 
 # -- indices -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tokens, live", [(3072, 0), (3073, 3)])
-def test_the_gradient_of_an_embedding_sorts_more_than_3072_tokens(tokens, live):
+@pytest.mark.parametrize("tokens, sorted_ones", [(3072, 0), (3073, 3)])
+def test_the_gradient_of_an_embedding_sorts_more_than_3072_tokens(tokens, sorted_ones):
     with eb.trace(rules="cuda") as run:
         (
             F.embedding(torch.zeros(tokens, dtype=torch.int64), parameter(50, 4)) * torch.empty(tokens, 4)
         ).sum().backward()
     frame = run.timeline.frame().query("op == 'embedding_dense_backward' and category == 'scratch'")
     highest = np.cumsum(np.where(frame["action"] == "alloc", frame["nbytes"], -frame["nbytes"])).max(initial=0)
-    assert highest == live * 8 * tokens
+    # Eight passes over 64 bits: offsets for 8 x 256 digits, one block's look-back, keys and values twice, 8 counters.
+    of_the_sort = 8 * 256 * 8 + 256 * 4 + 2 * -(-8 * tokens // 256) * 256 + 256 + 255
+    assert highest == (sorted_ones * 8 * tokens + of_the_sort if sorted_ones else 0)
 
 
 def test_an_lstm_is_said_to_be_another_one_on_a_gpu():
@@ -248,8 +252,26 @@ def test_the_gradient_of_indexing_sorts_the_places():
     frame = run.timeline.frame().query("op == 'index_put'")
     assert (frame["category"] == "scratch").all()
     live = np.cumsum(np.where(frame["action"] == "alloc", frame["nbytes"], -frame["nbytes"]))
-    assert live.max() == 4 * n  # a single number for each place, the sorted ones, and where each was and is
-    assert frame[frame["action"] == "alloc"]["nbytes"].tolist() == 7 * [n]
+    assert live.max() == 4 * n + 1  # a number for each place, sorted too, where each was and is; CUB sorts in one go
+    assert frame[frame["action"] == "alloc"]["nbytes"].tolist() == [*7 * [n], 1]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "n", "itemsize", "bits", "nbytes"),
+    [
+        ("a100-80gb", 2304, 8, 14, 1),  # 256 threads, 19 x 4 / 8 pairs each
+        ("a100-80gb", 2305, 8, 14, 2 * 256 * 8 + 1 * 1024 + 2 * 18_688 + 256 + 255),
+        ("a100-80gb", 4096, 8, 14, 2 * 256 * 8 + 2 * 1024 + 2 * 32_768 + 256 + 255),  # blocks of 384 x 10
+        ("h100", 4096, 8, 14, 2 * 256 * 8 + 1 * 1024 + 2 * 32_768 + 256 + 255),  # of 384 x 12
+        ("t4", 4096, 8, 14, 2 * 256 * 8 + 2 * 1024 + 2 * 32_768 + 256 + 255),  # of 256 x 11
+        ("a100-80gb", 4096, 8, 8, 1 * 256 * 8 + 2 * 1024 + 256 + 255),  # one pass needs no second copy
+        ("a100-80gb", 4864, 4, 32, 1),
+        ("a100-80gb", 10_000, 4, 32, 4 * 256 * 8 + 2 * 1024 + 2 * 40_192 + 256 + 255),  # of 384 x 17
+    ],
+)
+def test_a_sort_takes_what_cub_lays_side_by_side(gpu, n, itemsize, bits, nbytes):
+    with gpus.following(gpus.find(gpu)):
+        assert radix_sort_pairs(n, itemsize, bits) == nbytes
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------

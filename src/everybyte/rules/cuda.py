@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch.nn import functional as F
 
-from . import autocast, cpu, cuda_attention, cuda_dropout, cuda_reduction
+from . import autocast, cpu, cuda_attention, cuda_dropout, cuda_reduction, cuda_sort
 from .base import Function, Rules, stating
 from .engine import is_dense
 
@@ -271,15 +271,25 @@ def one_hot(input: Any, num_classes: int = -1) -> Any:
 def index_put_scratch(self: Any, indices: Any, values: Any, accumulate: bool = False, *rest: Any) -> list[int]:
     """Where values are summed up: the places as single numbers, sorted, beside their numbers before and after.
 
-    `ATen/native/cuda/Indexing.cu`, `computeLinearIndex` and `index_put_with_sort_kernel`. What the sort itself takes is
-    CUB's affair.
+    `ATen/native/cuda/Indexing.cu`, `computeLinearIndex` and `index_put_with_sort_kernel`.
     """
     given = [index for index in indices if index is not None]
     if not accumulate or not self.numel() or any(index.dtype != torch.int64 for index in given):
         return []
-    n = 8 * math.prod(torch.broadcast_shapes(*(index.shape for index in given)))
+    n = math.prod(torch.broadcast_shapes(*(index.shape for index in given)))
+    sort = cuda_sort.radix_sort_pairs(n, 8, cuda_sort.bits_of((self.numel() - 1) // _slice(self, indices))) if n else 0
+    n *= 8
     wrapped_and_scaled = [n, n, -n]
-    return [*wrapped_and_scaled, *(len(given) - 1) * [*wrapped_and_scaled, -n], n, n, n]
+    return [*wrapped_and_scaled, *(len(given) - 1) * [*wrapped_and_scaled, -n], n, n, n, sort, -sort]
+
+
+def _slice(self: Any, indices: Any) -> int:
+    """Elements behind each place: of what follows the indexed dimensions, once these lie side by side in front or not
+    (`ATen/native/IndexingUtils.h`, `hasContiguousSubspace`)."""
+    indexed = [i for i, index in enumerate(indices) if index is not None]
+    if indexed[-1] - indexed[0] == len(indexed) - 1:
+        return math.prod(self.shape[indexed[-1] + 1 :])
+    return math.prod(size for i, size in enumerate(self.shape) if i not in indexed)
 
 
 @stating(SCRATCH, aten.embedding_dense_backward.default)
@@ -288,17 +298,18 @@ def embedding_dense_backward_scratch(
 ) -> list[int]:
     """Up to 3,072 tokens are summed up as they come; more are sorted, beside their numbers before and after.
 
-    `ATen/native/cuda/Embedding.cu`, `embedding_dense_backward_cuda`. What follows on the sort, in
+    `ATen/native/cuda/Embedding.cu`, `embedding_dense_backward_cuda`: it sorts by all bits. What follows on the sort, in
     `EmbeddingBackwardKernel.cu`, depends on the tokens' values.
     """
     made = copies(indices, gradient)
-    n = indices.numel() * indices.element_size()
     if indices.numel() <= 3072 and not scale_grad_by_freq:
         return made
-    return [*made, n, n, n, -n, *([n] if scale_grad_by_freq else [])]
+    itemsize = indices.element_size()
+    n, sort = indices.numel() * itemsize, cuda_sort.radix_sort_pairs(indices.numel(), itemsize, 8 * itemsize)
+    return [*made, n, n, n, sort, -sort, -n, *([n] if scale_grad_by_freq else [])]
 
 
-LEFT_OUT |= dict.fromkeys((aten.index_put.default, aten.embedding_dense_backward.default), "temporary storage of sorts")
+LEFT_OUT[aten.embedding_dense_backward.default] = "partial sums of an embedding's gradient behind its sort"
 
 
 # -- norms of many tensors ---------------------------------------------------------------------------------------------
