@@ -16,7 +16,7 @@ from streams import timeline
 from everybyte import plain_pickle
 from everybyte.allocator import Allocator
 from everybyte.cli import main
-from everybyte.timeline import Recorder
+from everybyte.timeline import Recorder, Timeline
 from everybyte.units import MiB
 
 
@@ -65,6 +65,206 @@ def written(tmp_path):
         return path
 
     return written
+
+
+# -- trace: what it answers --------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import torch
+from torch import nn
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+
+def build():
+    print("building on", device)
+    model = nn.Linear(256, 128, bias=False, device=device)
+    optimizer = torch.optim.SGD(model.parameters())
+    x = torch.zeros(64, 256, device=device)
+    def step():
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return step
+
+def alone():
+    build()()
+
+def large():
+    return lambda kept=torch.empty(20 * 10**9, dtype=torch.uint8): None
+
+def between():
+    return lambda kept=torch.empty(16_756_244_480 - 220_000_000, dtype=torch.uint8): None
+
+def scattered():
+    return lambda kept=[torch.empty(6 * 2**20, dtype=torch.uint8) for _ in range(2600)]: None
+
+def fails():
+    torch.zeros(3, 4) @ torch.zeros(5, 6)
+
+def fails_in_a_library():
+    import json
+    json.loads("{")
+
+def leaves():
+    raise SystemExit("no data")
+
+def unwritten():
+    raise NotImplementedError("the user's own\\nmessage")
+
+def lstm():
+    layer = nn.LSTM(8, 8)
+    return lambda: layer(torch.zeros(2, 3, 8))[0].sum().backward()
+
+def branches():
+    weight = torch.randn(8)
+    return lambda: weight.mul_(2) if weight.sum().item() > 0 else None
+
+def shaped():
+    return lambda: torch.randn(8).nonzero()
+
+def compiled():
+    model = torch.compile(nn.Linear(8, 8))
+    return lambda: model(torch.zeros(2, 8))
+
+def on_host():
+    return lambda: torch.zeros(8, device="cpu")
+
+def model():
+    return nn.Linear(8, 8)
+
+def takes(argument):
+    pass
+
+number = 3
+"""
+
+
+def at(code):
+    """The place of a piece of the script."""
+    return f"training_script.py:{SCRIPT[: SCRIPT.index(code)].count(chr(10)) + 1}"
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "training_script.py").write_text(SCRIPT)
+    yield "training_script"
+    sys.modules.pop("training_script", None)
+
+
+def test_a_step_is_traced_to_the_byte_and_told_by_module_op_and_category(script, run):
+    code, out, err = run("trace", f"{script}:build", "--gpu", "a4000", "--json")
+    assert (code, err) == (0, "building on cuda\n")
+    found = json.loads(out)
+    weight, inputs, outputs = 4 * 256 * 128, 4 * 64 * 256, 4 * 64 * 128
+    # In backward: weight and input, the loss and its gradient of 4 B, the weight's gradient, and the gradient of the
+    # output, which a sum gives expanded and the product wants whole.
+    assert found["peak_requested"] == 2 * weight + inputs + outputs + 8
+    assert found["peak_rounded"] == found["peak_allocated"] == 2 * weight + inputs + outputs + 2 * 512
+    assert found["peak_reserved"] == 2 * MiB
+    assert (found["verdict"], found["steps"], found["gpu"]["key"]) == ("fits", 3, "a4000")
+    rows = {row["category"]: row["bytes"] for row in found["by_category"]}
+    assert rows["parameter"] == rows["gradient"] == weight
+    for key in ("category", "module", "op"):
+        assert sum(row["bytes"] for row in found[f"by_{key}"]) == found["peak_requested"]
+    text = run("trace", f"{script}:build", "--gpu", "a4000")[1]
+    assert text.startswith(f"{script}:build on NVIDIA RTX A4000, 3 steps: fits\n")
+    assert "131,072 B (131.072 KB, 128.000 KiB)   36.4%        1 ×  parameter" in text
+
+
+def test_the_timeline_is_written_for_pytorchs_viewer_and_as_a_table(script, run, answer):
+    code, *_ = run("trace", f"{script}:build", "--steps", 2, "--snapshot", "t.pickle", "--parquet", "t.parquet")
+    assert code == 0
+    t = Timeline.from_parquet("t.parquet")
+    assert t.info["steps"] == 2
+    assert answer("snapshot", "t.pickle")["recorded"]["peak_requested"] == t.peak_bytes
+    refused(run("trace", f"{script}:build", "--parquet", "no/t.parquet"), "cannot be written: there is no folder no")
+    refused(run("trace", f"{script}:build", "--snapshot", "."), "cannot be written: it is a folder")
+
+
+def test_a_file_is_traced_as_a_module_is_and_a_function_may_run_everything_itself(script, run):
+    code, out, _ = run("trace", f"{script}.py:alone", "--steps", 7, "--json")
+    found = json.loads(out)
+    assert (code, found["steps"], found["assumed"], found["gpu"]["key"]) == (0, 0, True, "a100-80gb")
+    assert found["peak_requested"] == 4 * (2 * 256 * 128 + 64 * 256 + 64 * 128) + 8
+    assert found["remarks"][0] == f"--steps 7 was not used: {script}.py:alone returned no step to repeat"
+
+
+def test_what_is_larger_than_the_gpu_does_not_fit_and_what_would_help_is_said(script, run):
+    code, out, err = run("trace", f"{script}:large", "--gpu", "a4000", "--json")
+    found = json.loads(out)
+    assert (code, found["verdict"], found["out_of_memory"]["cause"]) == (1, "does not fit", "demand")
+    assert found["peak_allocated"] >= found["peak_requested"] == 20 * 10**9
+    assert err.splitlines()[-1].startswith("everybyte: does not fit on NVIDIA RTX A4000: out of memory at event 0")
+    assert run("trace", f"{script}:large", "--gpu", "a100-80gb")[0] == 0
+
+
+def test_what_fits_only_in_segments_that_grow_is_told_the_setting(script, run):
+    # Three of 6 MiB share a segment of 20: 2,600 need 867 of them, 17,340 MiB; one that grows takes 15,600 of 15,755.
+    code, out, err = run("trace", f"{script}:scattered", "--gpu", "a4000", "--steps", 1, "--json")
+    found = json.loads(out)
+    assert (code, found["out_of_memory"]["cause"], found["peak_reserved"]) == (1, "fragmentation", 867 * 20 * MiB)
+    assert err.endswith("with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it fits\n")
+
+
+@pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        ("between", "it does if the CUDA context takes 203,423,744 B"),
+        ("lstm", "no rule covers cuDNN's LSTM"),
+        ("branches", f"at {at('weight.mul_')} a value that no trace knows decides the way"),
+    ],
+)
+def test_a_figure_that_is_not_certain_makes_no_verdict(script, run, function, why):
+    code, out, err = run("trace", f"{script}:{function}", "--gpu", "a4000", "--json")
+    assert (code, json.loads(out)["verdict"]) == (3, "cannot say")
+    assert err.splitlines()[-1].startswith("everybyte: cannot say whether it fits")
+    assert why in err.splitlines()[-1]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        ("shaped", f"{at('nonzero')}: the result of nonzero depends on values"),
+        ("compiled", "torch.compile is not covered"),
+    ],
+)
+def test_what_cannot_be_traced_is_no_error_of_the_user(script, run, function, why):
+    refused(run("trace", f"{script}:{function}"), why, code=3)
+
+
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        ("training_script:fails", f"{at('@ torch')}: RuntimeError: "),
+        ("training_script:fails_in_a_library", "JSONDecodeError: Expecting property name"),
+        ("training_script:leaves", f"{at('raise SystemExit')}: SystemExit: no data"),
+        ("training_script:unwritten", f"{at('raise Not')}: NotImplementedError: the user's own\\nmessage"),
+        ("training_script:takes", "takes() missing 1 required positional argument"),
+        ("training_script:number", "'int' object is not callable"),
+        ("training_script:on_host", "put nothing on the GPU: does it ask for device='cpu'?"),
+        ("training_script:bild", "training_script has no function bild; did you mean build?"),
+        ("training_script", "write MODULE:FUNCTION or file.py:FUNCTION"),
+        ("training_skript:build", "there is no module training_skript: run in its folder"),
+        ("missing.py:build", "there is no file missing.py"),
+        ("needs_more.py:build", "needs_more.py:1: ModuleNotFoundError: No module named 'not_there'"),
+        ("broken.py:build", "broken.py:2: SyntaxError: "),
+    ],
+)
+def test_an_error_of_the_users_code_is_one_line_with_its_place(script, run, target, why):
+    Path("needs_more.py").write_text("import not_there\n")
+    Path("broken.py").write_text("x = 1\ndef build(:\n")
+    refused(run("trace", target), why)
+
+
+def test_the_whole_error_is_shown_if_asked_for_and_options_are_checked_first(script, run):
+    code, out, err = run("trace", f"{script}:fails", "--traceback")
+    assert (code, out) == (2, "")
+    assert "Traceback" in err
+    refused(run("trace", f"{script}:build", "--gpu", "a400"), "gpu='a400' is not in the table; it has")
+    refused(run("trace", f"{script}:build", "--steps", "0"), "the number of steps is a positive whole number, not '0'")
 
 
 # -- snapshot: what it answers -----------------------------------------------------------------------------------------

@@ -149,8 +149,10 @@ class Replay:
 
     @cached_property
     def fragmentation(self) -> Fragmentation | None:
-        """Where the reserved bytes are when most are reserved; None in an empty run."""
-        return self.fragmentation_at(int(self.reserved.argmax())) if len(self.reserved) else None
+        """Where the reserved bytes are when most are, at the fullest of those moments; None in an empty run."""
+        if not len(self.reserved):
+            return None
+        return self.fragmentation_at(int(np.where(self.reserved == self.peak_reserved, self.allocated, -1).argmax()))
 
     def fragmentation_at(self, event: int) -> Fragmentation:
         """Where the reserved bytes are after an event; -1 is the last."""

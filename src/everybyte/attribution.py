@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any, Final
 
 import torch
@@ -29,7 +30,7 @@ _TORCH: Final = str(Path(torch.__file__).parent)
 _OURS: Final = str(Path(__file__).parent)
 _MACHINERY: Final = (
     *(str(Path(_OURS, f"{name}.py")) for name in ("attribution", "kernels", "measure", "run", "saved", "scalars")),
-    *(str(Path(_OURS, f"{name}.py")) for name in ("storages", "surface", "trace", "values")),
+    *(str(Path(_OURS, f"{name}.py")) for name in ("cli", "storages", "surface", "trace", "values")),
     str(Path(_OURS, "rules")),
 )
 _NOT_USER: Final = (_TORCH, *_MACHINERY, str(Path(contextlib.__file__)), "<")
@@ -176,6 +177,21 @@ def user_frame() -> tuple[str, int]:
             return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
     return "", 0
+
+
+def line_of(error: BaseException) -> str:
+    """`file:line` where an exception left the user's code: the innermost of its own frames, else of a library's."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{_short(error.filename)}:{error.lineno}"
+    frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+    frames = [(filename, line) for filename, line in frames if _is_user_s(filename)]
+    own = [(filename, line) for filename, line in frames if "site-packages" not in filename]
+    return next((f"{_short(filename)}:{line}" for filename, line in reversed(own or frames)), "")
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether an exception was raised by this library."""
+    return [frame for frame, _ in walk_tb(error.__traceback__)][-1].f_code.co_filename.startswith(_OURS)
 
 
 @cache

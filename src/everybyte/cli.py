@@ -1,29 +1,43 @@
-"""The command line: `everybyte snapshot FILE`. What it prints and what its JSON holds is on the book's page `cli`.
+"""The command line: `everybyte trace MODULE:FUNCTION` and `everybyte snapshot FILE`.
 
-A thin face of the library. Exit codes: 0 done, 1 the answer is no, 2 bad input, 3 cannot say; other than 0 comes with
-one line on stderr that says what and how to mend it.
+A thin face of the library; the book's page `cli` says what its JSON holds. Exit codes: 0 done, 1 the answer is no, 2
+bad input, 3 cannot say; any but 0 comes with one line on stderr that says what is wrong and how to mend it.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import importlib
 import json
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
+from importlib.util import module_from_spec, spec_from_file_location
+from operator import attrgetter
+from pathlib import Path
 from typing import Any, Final, NoReturn
+from unittest import mock
 
-from .allocator import Allocator, Replay
+from torch import nn
+
+from . import attribution, gpus
+from .allocator import Allocator, OutOfMemory, Replay
 from .snapshot import Comparison, Snapshot
 from .timeline import Timeline
+from .trace import Trace, trace
 from .units import format_bytes
+from .values import DataDependentShape
 
 SCHEMA: Final = 1
 """Version of the JSON: it grows when a key goes or changes its meaning, not when one is added."""
 
 NO, BAD_INPUT, CANNOT_SAY = 1, 2, 3
+STEPS: Final = 3  # traced unless said otherwise
 LONGEST_TABLE: Final = 12  # rows
 LONGEST_LINE: Final = 1_000  # characters of an error
 
@@ -51,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Stop as stop:
         _print(f"everybyte: {_printable(str(stop), LONGEST_LINE)}", sys.stderr)
         return stop.code
+    except KeyboardInterrupt:
+        return 130
     except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
@@ -70,6 +86,25 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="everybyte", description="Where the memory of a training step goes.", allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
+    trace = commands.add_parser(
+        "trace",
+        help="what a training step would allocate on a GPU, traced without one",
+        description="Whether a training step fits on a GPU, and whose the memory is at its peak. Nothing is computed.",
+        allow_abbrev=False,
+    )
+    trace.add_argument(
+        "target",
+        metavar="MODULE:FUNCTION",
+        help="or file.py:FUNCTION. FUNCTION() builds the model and returns a step, a function without arguments; or it "
+        "runs everything itself and returns nothing",
+    )
+    trace.add_argument("--gpu", help=f"such as a4000, t4 or 3050ti; {gpus.DEFAULT} unless given")
+    trace.add_argument("--steps", type=_count, metavar="N", help=f"how often to run the step; {STEPS} unless given")
+    trace.add_argument("--snapshot", type=_new_file, metavar="OUT", help="write a snapshot for PyTorch's memory viewer")
+    trace.add_argument("--parquet", type=_new_file, metavar="OUT", help="write the timeline, an event a row")
+    trace.add_argument("--traceback", action="store_true", help="show all of an error of the code that is traced")
+    trace.set_defaults(command=_trace)
+
     snapshot = commands.add_parser(
         "snapshot",
         help="explain a memory snapshot recorded on a GPU",
@@ -88,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     snapshot.set_defaults(command=_snapshot)
 
-    for command in (snapshot,):
+    for command in (trace, snapshot):
         command.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -116,6 +151,7 @@ _SETTINGS: Final[Mapping[str, Callable[[str], Any]]] = {
     "max_non_split_rounding_mb": int,
     "large_segment_size_mb": int,
     "total": str,
+    "gpu": str,
 }
 
 
@@ -140,9 +176,205 @@ def _allocator(recorded: Mapping[str, Any], others: Mapping[str, Any]) -> Alloca
         raise Stop(BAD_INPUT, str(error)) from None
 
 
-# -- snapshot ----------------------------------------------------------------------------------------------------------
-
 Answer = tuple[dict[str, Any], Iterable[str], Stop | None]  # the JSON, the lines, why it is no plain yes
+
+# -- trace -------------------------------------------------------------------------------------------------------------
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"the number of steps is a positive whole number, not {text!r}")
+    return int(text)
+
+
+def _new_file(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        reason = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {reason}")
+    return path
+
+
+def _trace(args: argparse.Namespace) -> Answer:
+    try:
+        gpu = gpus.find(args.gpu or gpus.DEFAULT)
+    except ValueError as error:
+        raise Stop(BAD_INPUT, str(error)) from None
+    run, remarks = _traced(args, gpu), []
+    timeline = run.timeline
+    if not len(timeline):
+        raise Stop(BAD_INPUT, f"{args.target} put nothing on the GPU: does it ask for device='cpu'?")
+    steps = timeline.info["steps"]
+    if args.steps and not steps:
+        remarks = [f"--steps {args.steps} was not used: {args.target} returned no step to repeat"]
+    try:
+        if args.snapshot:
+            timeline.to_snapshot(args.snapshot, Allocator(gpu=gpu))
+        if args.parquet:
+            timeline.to_parquet(args.parquet)
+    except OSError as error:
+        raise Stop(BAD_INPUT, f"{error.filename} cannot be written: {error.strerror}") from None
+
+    needs = Allocator().replay(timeline)
+    notes = {
+        "not_covered": sorted(run.not_covered),
+        "conditional": list(run.conditional),
+        "left_out": sorted(run.left_out),
+        "remarks": [*remarks, *run.remarks],
+    }
+    verdict, failure, stop = _verdict(needs, timeline, gpu, list(_unsure(notes)))
+    step, phase = timeline.table.select(["step", "phase"]).slice(timeline.peak, 1).to_pylist()[0].values()
+    answer = {
+        "schema": SCHEMA,
+        "function": args.target,
+        "gpu": {
+            "key": gpu.key,
+            "name": gpu.name,
+            "total": gpu.total,
+            "usable_at_least": gpu.usable[0],
+            "usable_at_most": gpu.usable[1],
+        },
+        "assumed": args.gpu is None,
+        "steps": steps,
+        "verdict": verdict,
+        "peak_allocated": needs.peak_allocated,
+        "peak_rounded": int(needs.rounded.max()),
+        "peak_requested": timeline.peak_bytes,
+        "peak_reserved": needs.peak_reserved,
+        "fragmentation": asdict(needs.fragmentation),
+        "out_of_memory": failure and asdict(failure),
+        "peak": {"event": timeline.peak, "step": step, "phase": phase},
+        **{f"by_{key}": _by(timeline, key) for key in ("category", "module", "op")},
+        **notes,
+    }
+    return answer, _trace_lines(answer, gpu, needs), stop
+
+
+def _traced(args: argparse.Namespace, gpu: gpus.GPU) -> Trace:
+    """Runs the user's function in a trace; what it prints goes to the error output."""
+    where, _, name = args.target.rpartition(":")
+    if not where or not name:
+        raise Stop(BAD_INPUT, f"{args.target!r} names no function: write MODULE:FUNCTION or file.py:FUNCTION")
+    try:
+        with redirect_stdout(sys.stderr), _as_a_script(where), trace(rules="cuda", gpu=gpu) as run:
+            step = _function(where, name)()
+            if callable(step) and not isinstance(step, nn.Module):
+                for _ in run.steps(args.steps or STEPS):
+                    step()
+            del step
+        return run
+    except Stop:
+        raise
+    except (Exception, SystemExit) as error:
+        if args.traceback:
+            traceback.print_exc()
+        ours, line = attribution.is_ours(error), attribution.line_of(error)
+        message = " ".join([str(error), *getattr(error, "__notes__", ())])
+        if not ours:
+            message = f"{type(error).__name__}: {message}"
+        if line and not re.match(r"\S+:\d+: ", message):
+            message = f"{line}: {message}"
+        cannot = isinstance(error, DataDependentShape) or (ours and isinstance(error, NotImplementedError))
+        raise Stop(CANNOT_SAY if cannot else BAD_INPUT, message) from None
+
+
+@contextmanager
+def _as_a_script(where: str) -> Iterator[None]:
+    """Modules beside the script, or in the working folder, can be imported; the arguments, being ours, are hidden."""
+    folder = str(Path(where).resolve().parent if where.endswith(".py") else Path.cwd())
+    with mock.patch.object(sys, "path", [folder, *sys.path]), mock.patch.object(sys, "argv", [where]):
+        yield
+
+
+def _function(where: str, name: str) -> Callable[[], Any]:
+    if where.endswith(".py"):
+        if not Path(where).is_file():
+            raise Stop(BAD_INPUT, f"there is no file {where}")
+        spec = spec_from_file_location(f"{Path(where).stem} (traced)", where)
+        module = sys.modules[spec.name] = module_from_spec(spec)
+        spec.loader.exec_module(module)
+    else:
+        try:
+            module = importlib.import_module(where)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{where}.".startswith(f"{error.name}."):
+                raise
+            hint = f"run in its folder, or write path/to/file.py:{name}"
+            raise Stop(BAD_INPUT, f"there is no module {error.name}: {hint}") from None
+    try:
+        return attrgetter(name)(module)
+    except AttributeError:
+        near = difflib.get_close_matches(name, [key for key, value in vars(module).items() if callable(value)], n=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise Stop(BAD_INPUT, f"{where} has no function {name}{hint}") from None
+
+
+def _verdict(
+    needs: Replay, timeline: Timeline, gpu: gpus.GPU, unsure: Sequence[str]
+) -> tuple[str, OutOfMemory | None, Stop | None]:
+    """Whether it fits, the request that fails, and why the answer is no plain yes.
+
+    What a CUDA context takes is a range: it fits if it does beside the largest, and does not if it does not beside the
+    smallest.
+    """
+    tight, loose = (Allocator(total=usable).replay(timeline).out_of_memory for usable in gpu.usable)
+    if unsure:
+        return "cannot say", tight, Stop(CANNOT_SAY, f"cannot say whether it fits: {'; '.join(unsure)}")
+    if loose:
+        mend = f"it needs {format_bytes(needs.peak_reserved)}: make the batch smaller, recompute, or choose another GPU"
+        if Allocator(total=gpu.usable[0], expandable_segments=True).replay(timeline).out_of_memory is None:
+            mend = "with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it fits"
+        return "does not fit", loose, Stop(NO, f"does not fit on {gpu.name}: {loose}; {mend}")
+    if tight:
+        least, most = (format_bytes(nbytes) for nbytes in gpu.context)
+        why = f"it does if the CUDA context takes {least}, and not if it takes {most}; make the batch a little smaller"
+        return "cannot say", tight, Stop(CANNOT_SAY, f"cannot say whether it fits on {gpu.name}: {why}")
+    return "fits", None, None
+
+
+def _unsure(notes: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    if notes["not_covered"]:
+        yield f"no rule covers {', '.join(notes['not_covered'])}: leave it out, or measure it on the GPU"
+    if notes["conditional"]:
+        lines = ", ".join(notes["conditional"])
+        yield f"at {lines} a value that no trace knows decides the way; the figures are those of the way taken"
+
+
+def _by(timeline: Timeline, key: str) -> list[dict[str, Any]]:
+    rows = timeline.by(key).itertuples()
+    return [{key: str(name), "bytes": int(nbytes), "storages": int(count)} for name, nbytes, count in rows]
+
+
+def _trace_lines(answer: Mapping[str, Any], gpu: gpus.GPU, needs: Replay) -> Iterator[str]:
+    peak, steps = answer["peak"], answer["steps"]
+    where = f"{gpu.name}{' (--gpu chooses another)' if answer['assumed'] else ''}"
+    times = f"{steps} step{'s' * (steps > 1)}" if steps else "one run"
+    yield _printable(f"{answer['function']} on {where}, {times}: {answer['verdict']}")
+    yield ""
+    yield from _peaks(answer)
+    context = f"less {gpu.context[0]:,} to {gpu.context[1]:,} B for a context"
+    yield f"memory          {format_bytes(gpu.total):>46}  {context}"
+    yield ""
+    yield f"When most is reserved: {needs.fragmentation}."
+    when = f"step {peak['step']}, {peak['phase']}" if peak["step"] >= 0 else f"event {peak['event']:,}"
+    for key in ("category", "module", "op"):
+        yield ""
+        yield f"Requested at the peak ({when}), by {key}:"
+        rows = [(row["bytes"], row["storages"], row[key] or "(outside any module)") for row in answer[f"by_{key}"]]
+        yield from _table(rows if len(rows) <= LONGEST_TABLE else _alike(rows))
+    for title, key in (
+        ("Not covered by any rule", "not_covered"),
+        ("Decided by values that no trace knows", "conditional"),
+        ("Left out", "left_out"),
+        ("Worth knowing", "remarks"),
+    ):
+        if answer[key]:
+            yield ""
+            yield f"{title}:"
+            yield from (f"  {_printable(note, LONGEST_LINE)}" for note in answer[key])
+
+
+# -- snapshot ----------------------------------------------------------------------------------------------------------
 
 
 def _snapshot(args: argparse.Namespace) -> Answer:
@@ -200,19 +432,13 @@ def _replay_as_dict(settings: Mapping[str, Any], replay: Replay) -> dict[str, An
 def _snapshot_lines(
     answer: Mapping[str, Any], comparison: Comparison, replays: Sequence[tuple[Mapping[str, Any], Replay]]
 ) -> Iterator[str]:
-    peaks, rows = comparison.recorded, answer["live_at_peak"]
+    rows = answer["live_at_peak"]
     yield _printable(f"{answer['file']}: GPU {answer['device']}, {answer['events']:,} events")
     others = [str(device) for device in answer["devices"] if device != answer["device"]]
     if others:
         yield f"It also holds GPU {', '.join(others)}: choose with --device."
     yield ""
-    for name, nbytes, meaning in (
-        ("allocated", peaks.peak_allocated, "whole blocks, as torch.cuda.max_memory_allocated reports"),
-        ("rounded", peaks.peak_rounded, "each request rounded to 512 B"),
-        ("requested", peaks.peak_requested, "what was asked for"),
-        ("reserved", peaks.peak_reserved, "segments, as torch.cuda.max_memory_reserved reports"),
-    ):
-        yield f"peak {name:9}  {format_bytes(nbytes):>46}  {meaning}"
+    yield from _peaks(asdict(comparison.recorded))
     yield ""
     yield comparison.explain()
     for fragmentation in comparison.fragmentation:
@@ -245,6 +471,26 @@ def _printable(text: str, most: int = 120) -> str:
     """A text without line breaks, control characters and excess, safe for a terminal."""
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: most + 1])
     return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _alike(rows: Iterable[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
+    """The rows of `blocks.0.mlp`, `blocks.1.mlp`, ... as one of `blocks.*.mlp`."""
+    sums: dict[str, tuple[int, int]] = {}
+    for nbytes, count, name in rows:
+        alike = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+        before = sums.get(alike, (0, 0))
+        sums[alike] = before[0] + nbytes, before[1] + count
+    return sorted(((*both, name) for name, both in sums.items()), reverse=True)
+
+
+def _peaks(peaks: Mapping[str, int]) -> Iterator[str]:
+    for name, meaning in (
+        ("allocated", "whole blocks, as torch.cuda.max_memory_allocated reports"),
+        ("rounded", "each request rounded to 512 B"),
+        ("requested", "what was asked for"),
+        ("reserved", "segments, as torch.cuda.max_memory_reserved reports"),
+    ):
+        yield f"peak {name:9}  {format_bytes(peaks[f'peak_{name}']):>46}  {meaning}"
 
 
 def _table(rows: Iterable[tuple[int, int, str]], most: int = LONGEST_TABLE) -> Iterator[str]:
