@@ -1,6 +1,6 @@
 """Trace a PyTorch training step without running it, measure it, and explain every byte."""
 
-from . import formulas, gpus, models, report
+from . import formulas, gpus, models, report, workspace
 from .allocator import Allocator
 from .fit import fit_formula
 from .measure import Measurement, measure
@@ -29,4 +29,5 @@ __all__ = [
     "report",
     "saved",
     "trace",
+    "workspace",
 ]

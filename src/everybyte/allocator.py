@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from . import gpus
+from . import gpus, workspace
 from .caching import DEFAULT_POOL, SMALL_SIZE, UNLIMITED, Block, DeviceAllocator, Segment, SegmentEvent
 from .gpus import GPU
 from .timeline import Timeline
@@ -173,6 +173,9 @@ class Replay:
             f"At that moment {self.fragmentation}.",
             f"At the end {self.fragmentation_at(-1)}.",
         ]
+        live = [block.requested for segment in self.segments for block in segment.blocks if block.state != "inactive"]
+        if kept := live.count(workspace.DEFAULT):
+            lines.append(f"Of what is allocated then, {kept} x {workspace.named(workspace.DEFAULT)}.")
         return " ".join([*lines, f"{self.out_of_memory}."] if self.out_of_memory else lines)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import pandas as pd
 
-from .timeline import CATEGORIES, Timeline
+from .timeline import CATEGORIES, WORKSPACE, Timeline
 from .units import GB, MB
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def kept(saved: Saved, index: str = "op") -> pd.DataFrame:
 def composition(timeline: Timeline, event: int | None = None) -> pd.DataFrame:
     """What is live at the peak by category: storages, bytes and share, in the order of `CATEGORIES`, with a total."""
     table = timeline.by("category", event)
-    table = table.loc[[c for c in CATEGORIES if c in table.index]]
+    table = table.loc[[c for c in (*CATEGORIES, WORKSPACE) if c in table.index]]
     table["share"] = (table["nbytes"] / table["nbytes"].sum()).round(4)
     table.loc["total"] = [table["nbytes"].sum(), table["storages"].sum(), 1.0]
     return table.astype({"nbytes": "int64", "storages": "int64"})
@@ -124,7 +124,7 @@ def life(timeline: Timeline, ax: Axes | None = None, *, start: int | None = None
         np.arange(first, end)[keep],
         [curve[keep] / unit for curve in curves.values()],
         labels=[kind if curve.max(initial=0) >= visible else f"_{kind}" for kind, curve in curves.items()],
-        colors=[COLOURS[category] for category in curves],
+        colors=[COLOURS.get(category, "black") for category in curves],
         linewidth=0,
     )
     ax.axvline(timeline.peak, color="0.5", linewidth=0.8, linestyle=":")
@@ -191,7 +191,8 @@ def _live_by_category(timeline: Timeline) -> dict[str, np.ndarray]:
     frame = timeline.frame()
     change = np.where(frame["action"] == "alloc", frame["nbytes"], -frame["nbytes"])
     category = frame["category"].to_numpy()
-    return {name: np.cumsum(np.where(category == name, change, 0)) for name in CATEGORIES}
+    names = (*CATEGORIES, *({WORKSPACE} & set(category)))
+    return {name: np.cumsum(np.where(category == name, change, 0)) for name in names}
 
 
 def _corners(total: np.ndarray, most: int = 4000) -> np.ndarray:

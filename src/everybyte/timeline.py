@@ -35,6 +35,9 @@ CATEGORIES: Final = (
 )
 """What a storage is for. *Scratch* is made inside a kernel and released before it returns; `op` names the kernel."""
 
+WORKSPACE: Final = "workspace"
+"""The category of what `Timeline.with_workspaces` puts in, which is no tensor's."""
+
 PHASES: Final = ("forward", "backward", "optimizer", "other")
 
 _TEXT = pa.dictionary(pa.int32(), pa.string())
@@ -138,7 +141,7 @@ class Timeline:
 
     def without(self, *categories: str) -> Timeline:
         """The same stream with the storages of some categories left out, for example `without("scratch")`."""
-        unknown = set(categories) - set(CATEGORIES)
+        unknown = set(categories) - {*CATEGORIES, WORKSPACE}
         if unknown:
             raise ValueError(f"no category {sorted(unknown)[0]!r}; there are {', '.join(CATEGORIES)}")
         return self._only(~np.isin(self._text("category"), categories))
@@ -151,7 +154,36 @@ class Timeline:
         info = dict(self.info)
         for mark in info.keys() & {"start_event", "end_event"}:
             info[mark] = int(keep[: info[mark]].sum())
+        for taken in (workspaces := [dict(taken) for taken in info.get("workspaces", [])]):
+            taken["event"] = int(keep[: taken["event"]].sum())
+        info["workspaces"] = workspaces
         return Timeline(self.table.filter(pa.array(keep)), info)
+
+    def with_workspaces(self) -> Timeline:
+        """The same stream with the workspaces that its threads take to multiply (`everybyte.workspace`), each kept.
+
+        For the allocator, in which they lie beside the tensors: `Allocator(...).replay(timeline.with_workspaces())`.
+        """
+        table, info = self.table, {**self.info, "workspaces": []}
+        for number, taken in enumerate(sorted(self.info.get("workspaces", []), key=lambda w: w["event"])):
+            at = taken["event"] + number
+            beside = table.slice(max(at - 1, 0), 1).to_pylist()[0]
+            row = {
+                **beside,
+                "action": "alloc",
+                "storage": len(table) + len(self),  # more than any other
+                "nbytes": taken["nbytes"],
+                "op": f"{taken['library']} ({taken['thread']})",
+                "module": "",
+                "category": WORKSPACE,
+                "shape": "",
+                "dtype": "",
+                "line": taken["line"],
+            }
+            table = pa.concat_tables([table.slice(0, at), pa.Table.from_pylist([row], SCHEMA), table.slice(at)])
+            for mark in info.keys() & {"start_event", "end_event"}:
+                info[mark] += at < info[mark]
+        return Timeline(table.unify_dictionaries(), info)
 
     # -- tables --------------------------------------------------------------------------------------------------------
 
@@ -291,6 +323,11 @@ class Recorder:
     def label(self, storage: int, category: str) -> None:
         """Says what a storage is for. The first label of a storage counts."""
         self._category.setdefault(storage, category)
+
+    @property
+    def events(self) -> int:
+        """How many have been recorded."""
+        return len(self._events)
 
     def is_live(self, storage: int) -> bool:
         return storage in self._live

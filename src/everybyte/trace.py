@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from typing import Any, Final, Self
 
@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 
-from . import gpus, values
+from . import gpus, values, workspace
 from .attribution import Attribution, user_frame, user_line
 from .gpus import GPU
 from .kernels import META, Kernels
@@ -141,6 +141,7 @@ class Trace(Run):
         self._scalars = Scalars(self._storages)
         self._calls: list[tuple[Any, Any]] = []  # open calls of torch's Python face, and the backward node of each
         self._made: list[int] = []  # by the op that ran last
+        self._workspaces: dict[tuple[str, str], workspace.Workspace] = {}  # by library and thread
         self._optimizing = False
         self._steps_marked = 0
         self._timeline: Timeline | None = None
@@ -196,8 +197,14 @@ class Trace(Run):
                 "not_covered": sorted(self.not_covered),
                 "left_out": sorted(self.left_out),
                 "remarks": list(self.remarks),
+                "workspaces": [asdict(taken) for taken in self._workspaces.values()],
             }
         )
+
+    @property
+    def workspaces(self) -> tuple[workspace.Workspace, ...]:
+        """Workspaces of matrix products that the run's threads would hold, in the order in which they come."""
+        return tuple(self._workspaces.values())
 
     def _begin_step(self, step: int, *, over: bool = False) -> None:
         self._label_gradients()  # the model may be gone before anything else happens
@@ -367,17 +374,27 @@ class Trace(Run):
         """Records what the kernel allocates for itself, and that it gives it back."""
         self._note_left_out(func)
         derive = self._rules.scratch.get(func)
-        if derive is None:
-            return
-        recorder, whose, live = self._storages.recorder, self._whose(node), []
-        for nbytes in derive(*args, **kwargs):
+        recorder, live = self._storages.recorder, []
+        whose = self._whose(node) if derive is not None else {}
+        for nbytes in derive(*args, **kwargs) if derive is not None else ():
             if nbytes < 0:  # gives one back before the others
                 recorder.free(live.pop(next(i for i, (size, _) in enumerate(live) if size == -nbytes))[1])
             elif nbytes > 0:
                 live.append((nbytes, recorder.alloc(nbytes, op=op.name, **whose)))
                 recorder.label(live[-1][1], "scratch")
+        self._note_workspace(func, op, args, kwargs, node)
         for _, event in live:
             recorder.free(event)
+
+    def _note_workspace(self, func: Any, op: _Op, args: Any, kwargs: Any, node: Any) -> None:
+        """Notes the first product of each thread: autograd's engine has one of its own for the GPU."""
+        if self.gpu is None or func not in workspace.PRODUCTS:
+            return
+        thread, event = "forward" if node is None else "backward", self._storages.recorder.events
+        for library, nbytes in workspace.asked(func, args, kwargs, self.gpu).items():
+            if (library, thread) not in self._workspaces:
+                taken = workspace.Workspace(library, thread, nbytes, event, op.name, user_line())
+                self._workspaces[library, thread] = taken
 
     def _note_left_out(self, called: Any) -> None:
         if called in self._rules.not_covered:

@@ -2,14 +2,12 @@
 
 import math
 
+import pytest
 import torch
 
 import everybyte as eb
 
 BATCH, LENGTH, WIDTH = 8, 4096, 16
-
-WORKSPACE = 8_519_680
-"""Bytes of cuBLAS's workspace, which each of the two threads that multiply takes once: the caller's and autograd's."""
 
 
 def softmax(x):
@@ -25,16 +23,24 @@ def attention(q, k, v):
     return torch.einsum("bqk,bkd->bqd", softmax(scores), v)
 
 
-def test_every_allocation_is_there_in_its_place_but_those_that_the_trace_says_it_leaves_out(recorded_events):
+@pytest.fixture(scope="module")
+def run():
     with eb.trace(rules="cuda") as run:
         q, k, v = (torch.randn(BATCH, LENGTH, WIDTH, requires_grad=True) for _ in range(3))
         out = attention(q, k, v)
         loss = out.sum()
         loss.backward()
-    frame = run.timeline.frame()
+    return run
+
+
+def test_every_allocation_is_there_in_its_place_with_the_workspace_of_each_thread(run, recorded_events):
+    frame = run.timeline.with_workspaces().frame()
     traced = frame[frame["action"] == "alloc"]["nbytes"].tolist()
-    expected = [size for size in recorded_events("attention-small") if size > 0]
-    for taken in (WORKSPACE, WORKSPACE):
-        expected.remove(taken)
-    assert traced == expected
-    assert run.left_out == {"workspace of cuBLAS, taken once: 8,519,680 B before Hopper"}
+    assert traced == [size for size in recorded_events("attention-small") if size > 0]
+    assert [taken.nbytes for taken in run.workspaces] == [8_519_680, 8_519_680]
+    assert run.left_out == set()
+
+
+def test_allocated_and_reserved_peak_where_the_gpu_s_did(run):
+    replay = eb.Allocator().replay(run.timeline.with_workspaces())
+    assert (replay.peak_allocated, replay.peak_reserved) == (3_249_144_832, 3_781_165_056)

@@ -37,6 +37,11 @@ def run():
     return training(128, half=False)
 
 
+def allocated(run):
+    """Bytes of whole blocks at the peak, with what lies beside the tensors."""
+    return eb.Allocator().replay(run.timeline.with_workspaces()).peak_allocated
+
+
 def second_step(run):
     frame = run.timeline.frame().query("step == 1")
     return frame["nbytes"].where(frame["action"] == "alloc", -frame["nbytes"]).tolist()
@@ -60,6 +65,10 @@ def test_the_traced_peak_above_the_start_is_the_recorded_one(run, recorded_event
     assert peak(second_step(run)) == peak(recorded)
 
 
+def test_with_the_workspaces_the_allocator_s_peak_is_the_recorded_one_to_a_thousandth(run):
+    assert allocated(run) == pytest.approx(7_026_606_592, rel=1e-3)
+
+
 def test_every_allocation_is_there_in_its_place(run, recorded_events):
     expected = [size for size in recorded_events("lm-medium-ctx128-train-fp32") if size > 0]
     assert len(expected) == 6526
@@ -71,6 +80,7 @@ def test_under_autocast_the_peak_and_every_allocation_are_there(recorded_events)
     traced = second_step(run)
     assert peak(recorded) == 19_111_273_472
     assert peak(traced) == peak(recorded)
+    assert allocated(run) == pytest.approx(24_213_918_720, rel=1e-3)
 
     expected = [size for size in recorded if size > 0]
     assert len(expected) == 7591

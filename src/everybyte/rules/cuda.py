@@ -330,11 +330,6 @@ def foreach_norm_scratch(tensors: Any, order: float = 2, dtype: torch.dtype | No
 
 # -- what is known and not derived -------------------------------------------------------------------------------------
 
-_PRODUCTS: Final = (
-    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.addmv.default, aten.mv.default),
-    *(aten.dot.default, aten._addmm_activation.default),
-)
-LEFT_OUT |= dict.fromkeys(_PRODUCTS, "workspace of cuBLAS, taken once: 8,519,680 B before Hopper")
 LEFT_OUT |= dict.fromkeys(
     (aten.convolution.default, aten.convolution_backward.default), "workspace of cuDNN's convolution"
 )
