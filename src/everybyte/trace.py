@@ -383,7 +383,7 @@ class Trace(Run):
                 live.append((nbytes, recorder.alloc(nbytes, op=op.name, **whose)))
                 recorder.label(live[-1][1], "scratch")
         self._note_workspace(func, op, args, kwargs, node)
-        for _, event in live:
+        for _, event in reversed(live):  # as C++ destroys what a function holds
             recorder.free(event)
 
     def _note_workspace(self, func: Any, op: _Op, args: Any, kwargs: Any, node: Any) -> None:

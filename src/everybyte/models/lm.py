@@ -48,13 +48,13 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         dtype, x = x.dtype, x.to(torch.float32)
         scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
-        normed = x * scale
-        return (self.weight * normed).to(dtype)
+        x = x * scale
+        return (self.weight * x).to(dtype)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Pairs of neighbours turned by an angle for each position, the two halves side by side: [b, a, s, d] as given."""
-    even, odd = x[..., 0::2], x[..., 1::2]
+    even, odd = x.unflatten(-1, (-1, 2)).movedim(-1, 0)
     first = even * cos - odd * sin
     second = even * sin + odd * cos
     return torch.cat((first, second), -1)
@@ -80,7 +80,8 @@ class Attention(nn.Module):
         k = rotated(k, cos, sin)
         position = torch.arange(s)
         mask = position[:, None] >= position[None, :]
-        return self.out(self.attend(q, k, v, mask).transpose(1, 2).reshape(b, s, -1))
+        attended = self.attend(q, k, v, mask).transpose(1, 2).reshape(b, s, -1)
+        return self.out(attended)
 
     @staticmethod
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -127,16 +128,23 @@ class LM(nn.Module):
             self.register_buffer(name, torch.empty(config.context, config.hidden // config.heads // 2))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding[tokens]
+        embedded = self.embedding[tokens]  # held to the end, as in the recorded code
+        x = embedded
         for block in self.blocks:
             x = block(x, self.cos, self.sin)
-        return self.head(self.norm(x))
+        x = self.norm(x)
+        return self.head(x)
+
+
+def log_softmax(x: Tensor) -> Tensor:
+    highest = torch.max(x, -1, keepdim=True).values
+    x = x - highest
+    return x - torch.log(torch.exp(x).sum(-1, keepdim=True))
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """The mean surprise of logits [b, s, V] at targets [b, s], a scalar."""
-    x = logits - torch.max(logits, -1, keepdim=True).values
-    surprise = -(x - torch.log(torch.exp(x).sum(-1, keepdim=True)))
+    surprise = -log_softmax(logits)
     return surprise.gather(-1, targets[..., None]).mean()
 
 

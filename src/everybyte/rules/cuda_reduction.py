@@ -58,7 +58,7 @@ def partial_results(
     outputs = math.prod(size for i, size in enumerate(shape) if i not in over)
     made, live = [partial * outputs] if apart and len(parts) > 1 else [], []
     for part in parts:
-        made += [-nbytes for nbytes in live]
+        made += [-nbytes for nbytes in reversed(live)]
         live = _partial_results(part, partial, vector, offset)
         made += live
     return made
