@@ -341,8 +341,9 @@ def _unsure(notes: Mapping[str, Sequence[str]]) -> Iterator[str]:
 
 
 def _by(timeline: Timeline, key: str) -> list[dict[str, Any]]:
-    rows = timeline.by(key).itertuples()
-    return [{key: str(name), "bytes": int(nbytes), "storages": int(count)} for name, nbytes, count in rows]
+    table = timeline.by(key)
+    rows = zip(table.index, table["nbytes"].tolist(), table["storages"].tolist(), strict=True)
+    return [{key: name, "bytes": nbytes, "storages": count} for name, nbytes, count in rows]
 
 
 def _trace_lines(answer: Mapping[str, Any], gpu: gpus.GPU, needs: Replay) -> Iterator[str]:
@@ -414,7 +415,7 @@ def _live_at_peak(timeline: Timeline) -> list[dict[str, Any]]:
     groups = groups.sort_values("sum", ascending=False, kind="stable")
     return [
         {"op": op, "line": line, "bytes": int(nbytes), "allocations": int(count)}
-        for (op, line, _), nbytes, count in groups.itertuples()
+        for (op, line, _), nbytes, count in zip(groups.index, groups["sum"], groups["count"], strict=True)
     ]
 
 
