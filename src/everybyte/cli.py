@@ -202,6 +202,7 @@ def _trace(args: argparse.Namespace) -> Answer:
         raise Stop(BAD_INPUT, str(error)) from None
     run, remarks = _traced(args, gpu), []
     timeline = run.timeline
+    beside = timeline.with_workspaces()
     if not len(timeline):
         raise Stop(BAD_INPUT, f"{args.target} put nothing on the GPU: does it ask for device='cpu'?")
     steps = timeline.info["steps"]
@@ -209,20 +210,20 @@ def _trace(args: argparse.Namespace) -> Answer:
         remarks = [f"--steps {args.steps} was not used: {args.target} returned no step to repeat"]
     try:
         if args.snapshot:
-            timeline.to_snapshot(args.snapshot, Allocator(gpu=gpu))
+            beside.to_snapshot(args.snapshot, Allocator(gpu=gpu))
         if args.parquet:
             timeline.to_parquet(args.parquet)
     except OSError as error:
         raise Stop(BAD_INPUT, f"{error.filename} cannot be written: {error.strerror}") from None
 
-    needs = Allocator().replay(timeline)
+    needs = Allocator().replay(beside)
     notes = {
         "not_covered": sorted(run.not_covered),
         "conditional": list(run.conditional),
         "left_out": sorted(run.left_out),
         "remarks": [*remarks, *run.remarks],
     }
-    verdict, failure, stop = _verdict(needs, timeline, gpu, list(_unsure(notes)))
+    verdict, failure, stop = _verdict(needs, beside, gpu, list(_unsure(notes)))
     step, phase = timeline.table.select(["step", "phase"]).slice(timeline.peak, 1).to_pylist()[0].values()
     answer = {
         "schema": SCHEMA,
@@ -238,16 +239,17 @@ def _trace(args: argparse.Namespace) -> Answer:
         "steps": steps,
         "verdict": verdict,
         "peak_allocated": needs.peak_allocated,
-        "peak_rounded": int(needs.rounded.max()),
+        "peak_rounded": timeline.rounded(512).peak_bytes,
         "peak_requested": timeline.peak_bytes,
         "peak_reserved": needs.peak_reserved,
         "fragmentation": asdict(needs.fragmentation),
         "out_of_memory": failure and asdict(failure),
         "peak": {"event": timeline.peak, "step": step, "phase": phase},
         **{f"by_{key}": _by(timeline, key) for key in ("category", "module", "op")},
+        "workspaces": [asdict(taken) for taken in run.workspaces],
         **notes,
     }
-    return answer, _trace_lines(answer, gpu, needs), stop
+    return answer, _trace_lines(answer, gpu, needs, run), stop
 
 
 def _traced(args: argparse.Namespace, gpu: gpus.GPU) -> Trace:
@@ -346,7 +348,7 @@ def _by(timeline: Timeline, key: str) -> list[dict[str, Any]]:
     return [{key: name, "bytes": nbytes, "storages": count} for name, nbytes, count in rows]
 
 
-def _trace_lines(answer: Mapping[str, Any], gpu: gpus.GPU, needs: Replay) -> Iterator[str]:
+def _trace_lines(answer: Mapping[str, Any], gpu: gpus.GPU, needs: Replay, run: Trace) -> Iterator[str]:
     peak, steps = answer["peak"], answer["steps"]
     where = f"{gpu.name}{' (--gpu chooses another)' if answer['assumed'] else ''}"
     times = f"{steps} step{'s' * (steps > 1)}" if steps else "one run"
@@ -363,6 +365,10 @@ def _trace_lines(answer: Mapping[str, Any], gpu: gpus.GPU, needs: Replay) -> Ite
         yield f"Requested at the peak ({when}), by {key}:"
         rows = [(row["bytes"], row["storages"], row[key] or "(outside any module)") for row in answer[f"by_{key}"]]
         yield from _table(rows if len(rows) <= LONGEST_TABLE else _alike(rows))
+    if run.workspaces:
+        yield ""
+        yield "Beside the tensors, in what is allocated and reserved:"
+        yield from (f"  {_printable(str(taken), LONGEST_LINE)}" for taken in run.workspaces)
     for title, key in (
         ("Not covered by any rule", "not_covered"),
         ("Decided by values that no trace knows", "conditional"),
