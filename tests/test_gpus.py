@@ -1,12 +1,14 @@
 """GPUs by name, and what kernels do otherwise from one to the next: expected values are arithmetic on the sources."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import everybyte as eb
-from everybyte import gpus
+from everybyte import gpus, workspace
 from everybyte.units import GiB, MiB
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -201,3 +203,26 @@ def test_flash_attention_splits_a_long_sequence_of_keys_to_fill_the_gpu(gpu, par
         q, k, v = (torch.empty(b, a, length, d, dtype=FP16) for length in (1, 8192, 8192))
         F.scaled_dot_product_attention(q, k, v)
     assert scratch(run, "_scaled_dot_product_flash_attention") == [4 * parts * a, 4 * parts * a * d]
+
+
+# -- the book's page ---------------------------------------------------------------------------------------------------
+
+
+def test_the_page_on_hardware_says_of_each_gpu_what_the_table_does():
+    page = (Path(__file__).resolve().parent.parent / "book" / "hardware.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.count("|") == 8]
+    least, most = (nbytes // MiB for nbytes in gpus.CONTEXT)
+    assert f"from {least} to {most} MiB" in page
+    assert len(rows) == 2 + len(gpus.TABLE)
+    for gpu, row in zip(gpus.TABLE, rows[2:], strict=True):
+        low, high = (nbytes / GiB for nbytes in gpu.usable)
+        assert row == [
+            gpu.name,
+            f"`{gpu.key}`",
+            "{}.{}".format(*gpu.capability),
+            str(gpu.processors),
+            f"{'≥ ' if gpu.precision else ''}{gpu.total:,}",
+            f"{low:.2f} to {high:.2f}",
+            f"{workspace.cublas_bytes(gpu, '2.13', ''):,}",
+        ]
+        assert f"`{gpu.key}`\n: {gpu.source}\n" in page
