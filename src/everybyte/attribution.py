@@ -29,8 +29,8 @@ from torch.utils._pytree import tree_leaves
 _TORCH: Final = str(Path(torch.__file__).parent)
 _OURS: Final = str(Path(__file__).parent)
 _MACHINERY: Final = (
-    *(str(Path(_OURS, f"{name}.py")) for name in ("attribution", "kernels", "measure", "run", "saved", "scalars")),
-    *(str(Path(_OURS, f"{name}.py")) for name in ("cli", "storages", "surface", "trace", "values")),
+    *(str(Path(_OURS, f"{name}.py")) for name in ("attribution", "cli", "files", "kernels", "measure", "run", "saved")),
+    *(str(Path(_OURS, f"{name}.py")) for name in ("scalars", "storages", "surface", "torch_cuda", "trace", "values")),
     str(Path(_OURS, "rules")),
 )
 _NOT_USER: Final = (_TORCH, *_MACHINERY, str(Path(contextlib.__file__)), "<")

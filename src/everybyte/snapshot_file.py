@@ -193,6 +193,13 @@ def write(timeline: Timeline, path: str | Path, allocator: Allocator | None = No
         path: Where to.
         allocator: Its settings; PyTorch's defaults, and memory without end, unless given.
     """
+    data = contents(timeline, allocator)
+    with open(path, "wb") as file:
+        pickle.dump(data, file, protocol=4)
+
+
+def contents(timeline: Timeline, allocator: Allocator | None = None) -> dict[str, Any]:
+    """What `write` writes, as `torch.cuda.memory._snapshot` returns it."""
     allocator = allocator or Allocator()
     names = timeline.table["device"].unique().to_pylist()
     segments, traces = [], []
@@ -216,14 +223,12 @@ def write(timeline: Timeline, path: str | Path, allocator: Allocator | None = No
             trace += [_entry(*taken, i, _frames_of(row)) for taken in run.segment_events[upto:]]
             trace.append(_entry("oom", run.out_of_memory.free, row["nbytes"], row["stream"], i, _frames_of(row)))
         segments += [_segment_as_dict(segment, device, live) for segment in run.segments]
-    data = {
+    return {
         "segments": segments,
         "device_traces": traces,
         "allocator_settings": _settings_as_dict(allocator),
         "external_annotations": [],
     }
-    with open(path, "wb") as file:
-        pickle.dump(data, file, protocol=4)
 
 
 def _frames_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:

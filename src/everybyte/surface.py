@@ -21,6 +21,7 @@ import torch.utils.data
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
+from torch.overrides import _get_current_function_mode_stack as _modes
 from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -109,14 +110,18 @@ def shown_to(run: Tracer, rules: Rules) -> Iterator[None]:
             stack.enter_context(_replaced(clip_grad, name, _as_on(rules.device, getattr(clip_grad, name))))
         # Checkpointing compares what it saved, seen from inside a call, with what it recomputed, seen from outside.
         stack.enter_context(mock.patch.dict(checkpoint._allowed_determinism_checks_to_fns, default=_metadata))
+        surface = Surface(run, rules)
+        stack.enter_context(_replaced(torch, "set_default_device", surface.set_default_device))
+        stack.enter_context(_replaced(torch, "get_default_device", surface.get_default_device))
         if not rules.on_host:
-            stack.enter_context(_replaced(torch, "get_default_device", _default_device(rules.device)))
-            for module, name, answer in _answers(rules.device):
-                stack.enter_context(_replaced(module, name, answer))
+            kind, parse = torch.device(rules.device.type), torch._C._nn._parse_to  # of `Module.to`: takes numbers too
+            parsed = lambda *args, **kwargs: parse(*(_numbered(kind, arg) for arg in args), **kwargs)  # noqa: E731
+            stack.enter_context(_replaced(torch._C._nn, "_parse_to", parsed))
+            stack.enter_context(_replaced(torch, "_has_compatible_shallow_copy_type", lambda tensor, other: True))
         else:
             # The generator's state is a tensor that no op makes; checkpointing keeps one for each segment.
             stack.enter_context(_replaced(torch, "get_rng_state", _counting(run, torch.get_rng_state)))
-        stack.enter_context(Surface(run, rules))
+        stack.enter_context(surface)
         yield
 
 
@@ -127,6 +132,7 @@ class Surface(TorchFunctionMode):
         super().__init__()
         self._run = run
         self._rules = rules
+        self._default = next((mode.device for mode in _modes() if isinstance(mode, DeviceContext)), rules.device)
         tensor = torch.Tensor
         self._says: dict[Any, Any] = {
             tensor.device.__get__: rules.device,
@@ -142,14 +148,15 @@ class Surface(TorchFunctionMode):
             **dict.fromkeys(_READS, self._read),
             **dict.fromkeys((tensor.__getitem__, tensor.__setitem__), self._take_index),
             tensor.__format__: self._format,
+            tensor.data.__set__: self._set_data,
+            tensor.data_ptr: self._data_ptr,
             tensor.backward: self._backward,
             tensor.to: self._to,
             tensor.cpu: lambda func, args, kwargs: self._to(tensor.to, (args[0], _HOST), {}),
         }
         if not rules.on_host:
             self._special[tensor.cuda] = self._cuda
-            self._special[tensor.pin_memory] = lambda func, args, kwargs: args[0]
-            self._special[tensor.type] = self._type
+            self._special[torch.device] = lambda func, args, kwargs: func(*_with_type(rules.device, args), **kwargs)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -186,11 +193,6 @@ class Surface(TorchFunctionMode):
             )
         return self._run.read_out(_READS[func], args[0])
 
-    def _type(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if _is_traced(args) and not args[1:] and not kwargs:
-            return func(*args).replace("meta", self._rules.device.type)
-        return self._run.call(func, args, kwargs)
-
     def _format(self, func: Any, args: Any, kwargs: Any) -> Any:
         if _is_traced(args) and args[0].dim() == 0:
             return format(self._run.read_out(torch.Tensor.item, args[0]), args[1])
@@ -226,6 +228,37 @@ class Surface(TorchFunctionMode):
         device = args[1] if len(args) > 1 else kwargs.get("device")
         return self._to(torch.Tensor.to, (args[0], self._rules.device if device is None else device), {})
 
+    def _data_ptr(self, func: Any, args: Any, kwargs: Any) -> int:
+        """An address that only the views of one storage share, as code expects that looks for tied weights."""
+        if not _is_traced(args):
+            return func(*args)
+        with torch._C.DisableTorchFunction():
+            return args[0].untyped_storage()._cdata + args[0].storage_offset() * args[0].element_size()
+
+    def _set_data(self, func: Any, args: Any, kwargs: Any) -> None:
+        """`tensor.data = other`, across host and device too (`Module.to`): the tensor remains the same object."""
+        tensor, other = args
+        if tensor.is_meta == other.is_meta:
+            return self._run.call(func, args, kwargs)
+        if tensor.grad is not None:
+            raise NotImplementedError(
+                f"{user_line()}: a tensor that has a gradient moves between host and device; set its gradient to None"
+            )
+        data = other.detach()
+        fresh = torch.nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else data
+        return torch.utils.swap_tensors(tensor, fresh)
+
+    def set_default_device(self, device: Any) -> None:
+        """`torch.set_default_device`, until the block ends; None goes back to where it began."""
+        self._default = self._rules.device if device is None else self._device(device)
+
+    def get_default_device(self) -> torch.device:
+        """`torch.get_default_device`, where none is set as on a machine whose code names this device everywhere."""
+        modes = _modes()
+        above = modes[modes.index(self) :] if self in modes else []
+        device = next((mode.device for mode in reversed(above) if isinstance(mode, DeviceContext)), self._default)
+        return self._rules.device if device.type == self._rules.device.type else device
+
     def _check_host(self, device: Any) -> None:
         if self._device(device).type != "cpu":
             raise ValueError(
@@ -256,9 +289,13 @@ class Surface(TorchFunctionMode):
         return index
 
     def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("pin_memory") and not self._rules.on_host:
+            return self._make(func, args, {**kwargs, "pin_memory": False}).pin_memory()
         device = kwargs.get("device")
         if device is None and not self._rules.on_host and _is_made_for_the_host(sys._getframe(2)):
             device = _HOST
+        elif device is None and self._default != self._rules.device:
+            device = self._default
         if device is not None and self._device(device) == META:  # asked for by the user: takes no memory in a real run
             with torch._C._DisableTorchDispatch():
                 return func(*args, **kwargs)
@@ -302,50 +339,8 @@ def _as_on(device: torch.device, function: Callable[..., Any]) -> Callable[..., 
     return asked
 
 
-def _default_device(device: torch.device) -> Callable[[], torch.device]:
-    """`torch.get_default_device`, where none is set as on a machine whose code names this device everywhere."""
-    chosen = torch.get_default_device
-
-    def asked() -> torch.device:
-        modes = torch.overrides._get_current_function_mode_stack()
-        return chosen() if any(isinstance(mode, DeviceContext) for mode in modes) else device
-
-    return asked
-
-
-def _answers(device: torch.device) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """What code hears that asks whether there is a device: without it a script takes its branch for the host.
-
-    Data sets, loaders and optimizers alone hear the truth, because what they have on the host is really there.
-    """
-    kind = torch.device(device.type)
-    yield torch.cuda, "is_available", lambda: True
-    yield torch.cuda, "device_count", lambda: 1
-    yield torch.cuda, "current_device", lambda: 0
-    yield torch.cuda, "is_bf16_supported", lambda including_emulation=True: True
-    yield torch.cuda, "is_current_stream_capturing", lambda: False
-    yield torch.cuda, "synchronize", lambda device=None: None
-    yield torch.cuda, "reset_peak_memory_stats", lambda device=None: None
-    for module in (torch.cuda, torch.cuda.memory):
-        yield module, "memory_stats", _no_memory_stats
-    for name, answer in (("is_available", True), ("current_accelerator", kind)):
-        yield torch.accelerator, name, _but_to_the_host(getattr(torch.accelerator, name), answer)
-    parse = torch._C._nn._parse_to  # of `Module.to`, which takes the number of a device too
-    yield torch._C._nn, "_parse_to", lambda *args, **kwargs: parse(*(_numbered(kind, arg) for arg in args), **kwargs)
-
-
-def _but_to_the_host(truth: Callable[..., Any], answer: Any) -> Callable[..., Any]:
-    def asked(*args: Any, **kwargs: Any) -> Any:
-        return truth(*args, **kwargs) if _is_made_for_the_host(sys._getframe(1)) else answer
-
-    return asked
-
-
-def _no_memory_stats(device: Any = None) -> Any:
-    raise NotImplementedError(
-        f"{user_line()}: torch.cuda has no memory statistics while a trace runs; leave the call out, and ask "
-        "run.timeline after the block"
-    )
+def _with_type(kind: torch.device, args: Any) -> Any:
+    return (kind.type, *args) if len(args) == 1 and type(args[0]) is int else args
 
 
 def _numbered(kind: torch.device, named: Any) -> Any:

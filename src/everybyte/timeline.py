@@ -7,8 +7,9 @@ the bytes asked for), *rounded* (`rounded(512).peak_bytes`), and *allocated* (wh
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -319,6 +320,12 @@ class Recorder:
         if storage in self._live:
             self._live.remove(storage)
             self._events.append((self.step, self.phase, "free", storage))
+
+    def events_from(self, start: int) -> Iterator[tuple[str, int, int, int]]:
+        """The events from one on: action, storage, bytes and stream."""
+        for _, _, action, storage in itertools.islice(self._events, start, None):
+            what = self._storages[storage]
+            yield action, storage, what["nbytes"], what.get("stream", 0)
 
     def label(self, storage: int, category: str) -> None:
         """Says what a storage is for. The first label of a storage counts."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from typing import Any, Final, Self
@@ -18,10 +18,12 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 
-from . import gpus, values, workspace
+from . import gpus, snapshot_file, values, workspace
 from .attribution import Attribution, user_frame, user_line
+from .files import guarded
 from .gpus import GPU
 from .kernels import META, Kernels
+from .memory_stats import MemoryStats
 from .rules import RULES, Rules, engine
 from .rules.autocast import Autocast
 from .run import Run
@@ -29,6 +31,7 @@ from .scalars import Scalars
 from .storages import Storages
 from .surface import shown_to
 from .timeline import Timeline
+from .torch_cuda import believable
 from .values import UNKNOWN, DataDependentShape, KnownValues, UnknownRead
 
 aten: Final = torch.ops.aten
@@ -59,7 +62,9 @@ def trace(rules: str = "cpu", gpu: str | GPU | None = None) -> Trace:
 
     Args:
         rules: Whose kernels' rules the trace follows; "cpu" or "cuda". Under "cuda" new tensors are put on the GPU, as
-            under `with torch.device("cuda")`; what is put on the host explicitly is really there, and not counted.
+            under `with torch.device("cuda")`; what is put on the host explicitly is really there, and not counted. A
+            script that builds on the host and moves is traced so after `torch.set_default_device("cpu")`. `torch.cuda`
+            answers for the GPU, its memory statistics from the trace so far.
         gpu: The GPU to follow, by a name of `everybyte.gpus` ("a4000") or described; left out, an A100 of 80 GB.
 
     Raises:
@@ -112,6 +117,7 @@ class Trace(Run):
         unknown_reads: Every place where the code asked for a value that nobody knows (it got the type's zero).
         conditional: Lines at which such a value decided a branch: a real run may go the other way.
         not_covered: Backward nodes and modes that the run used and that allocate otherwise in a real run.
+        stream: Number of the stream that is current; 0 is the default stream.
         left_out: Memory that kernels of the run take beside what is traced, workspaces for example, and that no rule
             derives.
         remarks: What is worth knowing of single calls, with their lines.
@@ -120,6 +126,7 @@ class Trace(Run):
     def __init__(self, rules: Rules, gpu: GPU | None = None) -> None:
         self.rules = rules.name
         self.gpu = gpu
+        self.stream = 0
         self._rules = rules
         self._device = str(rules.device)
         self.attribution = Attribution(on_optimizer=self._on_optimizer, on_root=self._label_module)
@@ -154,20 +161,22 @@ class Trace(Run):
         if self._timeline is not None:
             raise RuntimeError("this trace is over; make a new one with everybyte.trace(...)")
         engine.unshared()
-        self._exit = ExitStack()
-        self._exit.callback(_set_active, None)
-        gc.freeze()  # a trace's many small objects make collections frequent: leave out of them what was there before
-        self._exit.callback(gc.unfreeze)
-        contexts = (
-            gpus.following(self.gpu),
-            self.attribution.following(),
-            self._autocast.acting(),
-            shown_to(self, self._rules),
-            _Ops(self),
-        )
-        for context in contexts:
-            self._exit.enter_context(context)
-        _set_active(self)
+        with ExitStack() as stack:
+            stack.callback(_set_active, None)
+            gc.freeze()  # many small objects make collections frequent: leave out of them what was there before
+            stack.callback(gc.unfreeze)
+            for context in (
+                gpus.following(self.gpu),
+                self.attribution.following(),
+                self._autocast.acting(),
+                shown_to(self, self._rules),
+                guarded(self, self._rules.device),
+                nullcontext() if self.gpu is None else believable(self, MemoryStats(self._storages.recorder, self.gpu)),
+                _Ops(self),
+            ):
+                stack.enter_context(context)
+            _set_active(self)
+            self._exit = stack.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, exception: BaseException | None, where: Any) -> None:
@@ -238,7 +247,7 @@ class Trace(Run):
     def _by_rule(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         out = self._rules.functions[function](*args, **kwargs)
         if function in self._rules.remarks:
-            self._remark(self._rules.remarks[function](*args, **kwargs))
+            self.remark(self._rules.remarks[function](*args, **kwargs))
         return out
 
     def backward(
@@ -276,6 +285,16 @@ class Trace(Run):
         if not tensor.is_floating_point() and values.counts_loop(*user_frame()):
             self._decided(line)
         return tree_map_only((int, float), lambda zero: values.unknown(zero, lambda: self._decided(line)), zeros)
+
+    def unknown_number(self, op: str) -> float:
+        """A number that no trace knows, a time for example: zero, which tells if it decides anything."""
+        line = user_line()
+        self.unknown_reads.append(UnknownRead(line, op))
+        return values.unknown(0.0, lambda: self._decided(line))
+
+    def snapshot(self) -> dict[str, Any]:
+        """The allocator's history so far, as `torch.cuda.memory._snapshot` gives it."""
+        return snapshot_file.contents(self.timeline)
 
     def counts(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor takes memory of the device: a real one does where that is the host."""
@@ -354,15 +373,15 @@ class Trace(Run):
             self._remember(out, real)
         return out
 
-    def _whose(self, node: Any) -> dict[str, str]:
-        """Module and line that the op running now belongs to."""
+    def _whose(self, node: Any) -> dict[str, Any]:
+        """Module, line and stream that the op running now belongs to."""
         if node is None or self.attribution.module:
             module = self.attribution.module
         elif isinstance(node, _ACCUMULATE_GRAD):
             module = self.attribution.owner(node.variable)
         else:
             module = self.attribution.module_of_node(node._sequence_nr())
-        return {"module": module, "line": user_line(), "device": self._device}
+        return {"module": module, "line": user_line(), "device": self._device, "stream": self.stream}
 
     def _is_host_s_own(self, tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
         """Whether an op runs on the host beside the device: it is really run, and nothing of it is counted."""
@@ -402,7 +421,8 @@ class Trace(Run):
         if called in self._rules.left_out:
             self.left_out.add(self._rules.left_out[called])
 
-    def _remark(self, text: str | None) -> None:
+    def remark(self, text: str | None) -> None:
+        """Notes what is worth knowing of a call, with its line."""
         remark = f"{user_line()}: {text}"
         if text is not None and remark not in self.remarks:
             self.remarks.append(remark)

@@ -1,0 +1,75 @@
+"""Files while a trace runs: a traced tensor has no values, so none is written, and of what is read only sizes count."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, Protocol
+from unittest import mock
+
+import torch
+
+from .attribution import user_line
+
+
+class Counter(Protocol):
+    """What is needed of the trace."""
+
+    def count(self, tensor: torch.Tensor, op: str) -> int:
+        """Records a tensor that no op made."""
+
+
+@contextmanager
+def guarded(run: Counter, device: torch.device) -> Iterator[None]:
+    """Lets `torch.load` put on the traced device what belongs there; nothing writes a traced tensor to a file."""
+    with (
+        mock.patch.object(torch.Tensor, "__reduce_ex__", _pickling(torch.Tensor.__reduce_ex__)),
+        mock.patch.object(torch, "save", _saving(torch.save)),
+        mock.patch.object(torch, "load", _loading(run, torch.load) if device.type != "cpu" else torch.load),
+    ):
+        yield
+
+
+def _pickling(reduce: Callable[..., Any]) -> Callable[..., Any]:
+    def reduced(tensor: torch.Tensor, protocol: int) -> Any:
+        with torch._C.DisableTorchFunction():
+            if not tensor.is_meta:
+                return reduce(tensor, protocol)
+        raise NotImplementedError(
+            f"{user_line()}: a traced tensor has no values that could be saved or sent to another process; leave out "
+            "torch.save and pickle where a trace runs"
+        )
+
+    return reduced
+
+
+def _saving(save: Callable[..., Any]) -> Callable[..., None]:
+    """`torch.save`, which opens no file, an earlier checkpoint for example, before every tensor has been pickled."""
+
+    def saving(data: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+        written = io.BytesIO()
+        save(data, written, *args, **kwargs)
+        with open(file, "wb") if isinstance(file, (str, os.PathLike)) else nullcontext(file) as target:
+            target.write(written.getvalue())
+
+    return saving
+
+
+def _loading(run: Counter, load: Callable[..., Any]) -> Callable[..., Any]:
+    def loading(file: Any, map_location: Any = None, **kwargs: Any) -> Any:
+        def place(storage: torch.UntypedStorage, saved: str) -> Any:
+            if callable(map_location):
+                return map_location(storage, saved)
+            to = map_location.get(saved, saved) if isinstance(map_location, Mapping) else map_location or saved
+            if torch.device(to).type != "cuda":
+                return storage
+            with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+                made = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta")
+                run.count(made, "load")
+            return made.untyped_storage()
+
+        return load(file, place, **kwargs)
+
+    return loading
