@@ -25,8 +25,9 @@ from unittest import mock
 
 from torch import nn
 
-from . import attribution, gpus
+from . import attribution, gpus, workspace
 from .allocator import Allocator, OutOfMemory, Replay
+from .caching import MIN_BLOCK
 from .snapshot import Comparison, Snapshot
 from .timeline import Timeline
 from .trace import Trace, trace
@@ -202,28 +203,28 @@ def _trace(args: argparse.Namespace) -> Answer:
         raise Stop(BAD_INPUT, str(error)) from None
     run, remarks = _traced(args, gpu), []
     timeline = run.timeline
-    beside = timeline.with_workspaces()
     if not len(timeline):
         raise Stop(BAD_INPUT, f"{args.target} put nothing on the GPU: does it ask for device='cpu'?")
     steps = timeline.info["steps"]
     if args.steps and not steps:
         remarks = [f"--steps {args.steps} was not used: {args.target} returned no step to repeat"]
+    whole = timeline.with_workspaces()  # what the allocator gets to see
     try:
         if args.snapshot:
-            beside.to_snapshot(args.snapshot, Allocator(gpu=gpu))
+            whole.to_snapshot(args.snapshot, Allocator(gpu=gpu))
         if args.parquet:
             timeline.to_parquet(args.parquet)
     except OSError as error:
         raise Stop(BAD_INPUT, f"{error.filename} cannot be written: {error.strerror}") from None
 
-    needs = Allocator().replay(beside)
+    needs = Allocator().replay(whole)
     notes = {
         "not_covered": sorted(run.not_covered),
         "conditional": list(run.conditional),
         "left_out": sorted(run.left_out),
         "remarks": [*remarks, *run.remarks],
     }
-    verdict, failure, stop = _verdict(needs, beside, gpu, list(_unsure(notes)))
+    verdict, failure, stop = _verdict(needs, whole, gpu, list(_unsure(notes)))
     step, phase = timeline.table.select(["step", "phase"]).slice(timeline.peak, 1).to_pylist()[0].values()
     answer = {
         "schema": SCHEMA,
@@ -239,7 +240,7 @@ def _trace(args: argparse.Namespace) -> Answer:
         "steps": steps,
         "verdict": verdict,
         "peak_allocated": needs.peak_allocated,
-        "peak_rounded": timeline.rounded(512).peak_bytes,
+        "peak_rounded": timeline.rounded(MIN_BLOCK).peak_bytes,
         "peak_requested": timeline.peak_bytes,
         "peak_reserved": needs.peak_reserved,
         "fragmentation": asdict(needs.fragmentation),
@@ -249,7 +250,7 @@ def _trace(args: argparse.Namespace) -> Answer:
         "workspaces": [asdict(taken) for taken in run.workspaces],
         **notes,
     }
-    return answer, _trace_lines(answer, gpu, needs, run), stop
+    return answer, _trace_lines(answer, run, needs), stop
 
 
 def _traced(args: argparse.Namespace, gpu: gpus.GPU) -> Trace:
@@ -348,8 +349,8 @@ def _by(timeline: Timeline, key: str) -> list[dict[str, Any]]:
     return [{key: name, "bytes": nbytes, "storages": count} for name, nbytes, count in rows]
 
 
-def _trace_lines(answer: Mapping[str, Any], gpu: gpus.GPU, needs: Replay, run: Trace) -> Iterator[str]:
-    peak, steps = answer["peak"], answer["steps"]
+def _trace_lines(answer: Mapping[str, Any], run: Trace, needs: Replay) -> Iterator[str]:
+    gpu, peak, steps = run.gpu, answer["peak"], answer["steps"]
     where = f"{gpu.name}{' (--gpu chooses another)' if answer['assumed'] else ''}"
     times = f"{steps} step{'s' * (steps > 1)}" if steps else "one run"
     yield _printable(f"{answer['function']} on {where}, {times}: {answer['verdict']}")
@@ -365,20 +366,17 @@ def _trace_lines(answer: Mapping[str, Any], gpu: gpus.GPU, needs: Replay, run: T
         yield f"Requested at the peak ({when}), by {key}:"
         rows = [(row["bytes"], row["storages"], row[key] or "(outside any module)") for row in answer[f"by_{key}"]]
         yield from _table(rows if len(rows) <= LONGEST_TABLE else _alike(rows))
-    if run.workspaces:
-        yield ""
-        yield "Beside the tensors, in what is allocated and reserved:"
-        yield from (f"  {_printable(str(taken), LONGEST_LINE)}" for taken in run.workspaces)
-    for title, key in (
-        ("Not covered by any rule", "not_covered"),
-        ("Decided by values that no trace knows", "conditional"),
-        ("Left out", "left_out"),
-        ("Worth knowing", "remarks"),
+    for title, notes in (
+        ("Beside the tensors, counted in allocated and reserved", [str(taken) for taken in run.workspaces]),
+        ("Not covered by any rule", answer["not_covered"]),
+        ("Decided by values that no trace knows", answer["conditional"]),
+        ("Left out", answer["left_out"]),
+        ("Worth knowing", [*answer["remarks"], workspace.beside(gpu)]),
     ):
-        if answer[key]:
+        if notes:
             yield ""
             yield f"{title}:"
-            yield from (f"  {_printable(note, LONGEST_LINE)}" for note in answer[key])
+            yield from (f"  {_printable(note, LONGEST_LINE)}" for note in notes)
 
 
 # -- snapshot ----------------------------------------------------------------------------------------------------------
