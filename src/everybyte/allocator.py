@@ -74,6 +74,8 @@ class OutOfMemory:
         free: What the driver (or the process's fraction) still had.
         allocated, reserved: As `torch.cuda.memory_allocated` and `memory_reserved` would say.
         largest_free: The largest cached block that the request could have been given.
+        split_segment: The segment with the most free bytes that live blocks hold; 0 if there is none.
+        live_blocks, live_bytes: How many blocks hold it, and how large they are together.
         cause: "demand" if the live blocks and the request exceed the memory however they lie, "limit" if the driver had
             enough and the process was refused it (its own fraction, in a recording), else "fragmentation".
         needed: What the whole timeline comes to at its fullest, each request rounded: less memory than this never does.
@@ -86,6 +88,9 @@ class OutOfMemory:
     allocated: int
     reserved: int
     largest_free: int
+    split_segment: int
+    live_blocks: int
+    live_bytes: int
     cause: str
     needed: int
 
@@ -108,7 +113,9 @@ class OutOfMemory:
         return asked + (
             f"{format_bytes(limit - self.allocated)} of {format_bytes(limit)} are not allocated, but "
             f"{format_bytes(self.reserved - self.allocated)} of them lie in segments that live blocks hold, in pieces "
-            f"of at most {format_bytes(self.largest_free)}: {verdict}"
+            f"of at most {format_bytes(self.largest_free)}; the one that wastes most has "
+            f"{format_bytes(self.split_segment)} and cannot be given back, for live blocks of together "
+            f"{format_bytes(self.live_bytes)} ({self.live_blocks:,}) are in it: {verdict}"
         )
 
 
@@ -173,8 +180,14 @@ class Replay:
             f"At that moment {self.fragmentation}.",
             f"At the end {self.fragmentation_at(-1)}.",
         ]
-        live = [block.requested for segment in self.segments for block in segment.blocks if block.state != "inactive"]
-        if kept := live.count(workspace.DEFAULT):
+        live = [block for segment in self.segments for block in segment.blocks if block.state != "inactive"]
+        largest = max(live, key=lambda block: block.size - block.requested, default=None)
+        if self.fragmentation_at(-1).unsplit:
+            lines.append(
+                f"The largest of those remainders: {format_bytes(largest.requested)} asked for lie in a free block of "
+                f"{format_bytes(largest.size)}, whose rest is not above 1 MiB and so not split off."
+            )
+        if kept := [block.requested for block in live].count(workspace.DEFAULT):
             lines.append(f"Of what is allocated then, {kept} x {workspace.named(workspace.DEFAULT)}.")
         return " ".join([*lines, f"{self.out_of_memory}."] if self.out_of_memory else lines)
 
@@ -361,6 +374,8 @@ def out_of_memory(
     size = model.round_size(requested)
     pool, segment = model.get_pool(DEFAULT_POOL, size <= SMALL_SIZE), model.get_allocation_size(size)
     cause = "fragmentation"
+    held = [(s, [b.size for b in s.blocks if b.state != "inactive"]) for s in model.segments()]
+    wasteful, live = max((entry for entry in held if entry[1]), key=lambda e: e[0].size - sum(e[1]), default=(None, []))
     if model.allocated + size > model.reserved + free:
         cause = "demand"
     elif free >= segment and model.allocated + size > model.reserved:
@@ -373,6 +388,9 @@ def out_of_memory(
         allocated=model.allocated,
         reserved=model.reserved,
         largest_free=max((nbytes for owner, nbytes, *_ in pool.free if owner == stream), default=0),
+        split_segment=wasteful.size if wasteful else 0,
+        live_blocks=len(live),
+        live_bytes=sum(live),
         cause=cause,
         needed=needed,
     )
