@@ -20,9 +20,9 @@ def parameter(*shape, dtype=FP32):
 
 
 def made(run, op, **where):
-    """Bytes of what an op allocated, in order."""
+    """Bytes of what an op allocated, in order, whatever is said of it in brackets."""
     frame = run.timeline.frame()
-    return frame[(frame["op"] == op) & (frame["action"] == "alloc")]["nbytes"].tolist()
+    return frame[(frame["op"].str.split(" ").str[0] == op) & (frame["action"] == "alloc")]["nbytes"].tolist()
 
 
 def kept(function, half=BF16):
@@ -179,6 +179,21 @@ def test_attention_in_single_precision_becomes_flash_attention(half):
     assert made(run, "_to_copy") == 3 * [2 * b * a * s * d]
     assert made(run, "_scaled_dot_product_flash_attention")[0] == 2 * b * a * s * d
     assert run.remarks == []
+
+
+def test_weights_and_the_half_copies_that_the_cache_holds_are_two_lines_of_the_peak():
+    # 5.0 GB of weights in single precision and 2.5 GB of copies: 7.5 GB, where weights in halves would take 2.5.
+    width, layers = 25_000, 2
+    with eb.trace(rules="cuda") as run:
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+        x = torch.zeros(1, width, dtype=torch.float16)
+        with torch.no_grad(), torch.autocast("cuda", torch.float16):
+            model(x)
+    by = run.timeline.by("op")["nbytes"]
+    assert by[autocast.CACHED] == layers * 2 * width**2 == 2_500_000_000
+    assert run.timeline.by("category")["nbytes"]["parameter"] == layers * 4 * width**2 == 5_000_000_000
+    assert "autocast's cache of weights" in run.timeline.by("op").to_string()
+    assert run.timeline.peak_bytes == 7_500_000_000 + 3 * 2 * width  # and input, hidden and output row
 
 
 # -- the cast weights --------------------------------------------------------------------------------------------------

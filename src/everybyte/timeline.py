@@ -331,6 +331,10 @@ class Recorder:
         """Says what a storage is for. The first label of a storage counts."""
         self._category.setdefault(storage, category)
 
+    def rename(self, storage: int, op: str) -> None:
+        """Says more of what made a storage than the op's own name does."""
+        self._storages[storage]["op"] = op
+
     @property
     def events(self) -> int:
         """How many have been recorded."""

@@ -141,6 +141,7 @@ class Trace(Run):
             rules.autocast,
             made=lambda: self._made,
             on_casts=lambda made: self._storages.label_lost(made),  # those that the op did not keep
+            rename=lambda storage, op: self._storages.recorder.rename(storage, op),
         )
         self._kernels = Kernels(rules)
         self._writes = engine.Writes()

@@ -160,6 +160,10 @@ CPU: Final = _table(
 # -- the layer ---------------------------------------------------------------------------------------------------------
 
 
+CACHED: Final = "_to_copy (autocast's cache of weights)"
+"""What a timeline calls the op that casts a weight, whose result stays until the outermost region ends."""
+
+
 class Autocast:
     """PyTorch's autocast for the traced device, in force inside `with autocast.acting(): ...`.
 
@@ -173,15 +177,17 @@ class Autocast:
         policies: Mapping[str, Policy],
         made: Callable[[], list[int]] = list,
         on_casts: Callable[[list[int]], None] = lambda made: None,
+        rename: Callable[[int, str], None] = lambda made, name: None,
     ) -> None:
         """Args:
         device, policies: Whose autocast it is.
         made: What the op that ran last has made.
         on_casts: Called with the casts that were made for a single kernel, when it has run.
+        rename: Called with each weight's cast, which is kept, and a name for it.
         """
         self.device = device
         self._policies = policies
-        self._made, self._on_casts = made, on_casts
+        self._made, self._on_casts, self._rename = made, on_casts, rename
         self._casts: list[int] = []  # for the op that runs now
         self._by_function = {name.split(".")[0]: policy for name, policy in policies.items()}
         self._key = getattr(torch._C.DispatchKey, f"Autocast{device.upper()}")
@@ -257,6 +263,8 @@ class Autocast:
         if weight() is not tensor:
             with torch.enable_grad():
                 made = tensor.to(dtype)
+            for storage in self._made():
+                self._rename(storage, CACHED)
             self._weights[id(tensor)] = (weakref.ref(tensor), made)
         return made
 
