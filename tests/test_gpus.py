@@ -188,6 +188,21 @@ def test_a_sum_leaves_a_partial_result_for_each_block_that_is_on_the_gpu_at_once
     assert scratch(run, "sum") == [4 * blocks, 4]
 
 
+@pytest.mark.parametrize("norm, learning", [(torch.nn.LayerNorm, 2), (torch.nn.RMSNorm, 1)])
+def test_the_gradient_of_many_short_normed_rows_is_summed_by_blocks_where_they_do_not_fill_the_gpu(norm, learning):
+    rows, columns = 65_537, 53 * 32  # 53 blocks of columns, fewer than half of an A100's 108 processors
+    made = {}
+    for gpu in ("a100-80gb", "a4000"):
+        with eb.trace(rules="cuda", gpu=gpu) as run:
+            norm(columns)(torch.empty(rows, columns)).sum().backward()
+        op = "native_layer_norm_backward" if learning == 2 else "_fused_rms_norm_backward"
+        made[gpu] = scratch(run, op)
+    copy = [4 * rows * columns]  # of the gradient, which a sum gives expanded
+    blocks = 32 * 1024 // 53  # in the other direction
+    sums = learning * [4 * blocks * columns] + learning * [4 * columns]
+    assert made == {"a100-80gb": copy + sums, "a4000": copy}
+
+
 @pytest.mark.parametrize(
     "gpu, parts",
     [

@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 from torch.nn import functional as F
 
+from .. import gpus
 from . import autocast, cpu, cuda_attention, cuda_dropout, cuda_reduction, cuda_sort
 from .base import Function, Rules, stating
 from .engine import is_dense
@@ -92,9 +93,30 @@ def native_layer_norm_scratch(input: Any, *rest: Any) -> list[int]:
 
 
 @stating(SCRATCH, aten.native_layer_norm_backward.default)
-def native_layer_norm_backward_scratch(gradient: Any, input: Any, *rest: Any) -> list[int]:
-    """As in the forward pass (`LayerNormBackwardKernelImpl`)."""
-    return copies(input, gradient)
+def native_layer_norm_backward_scratch(
+    gradient: Any, input: Any, shape: Any, mean: Any, rstd: Any, weight: Any, bias: Any, needed: Any
+) -> list[int]:
+    """As in the forward pass (`LayerNormBackwardKernelImpl`), and the sums of blocks of many short rows."""
+    learning = [like for like, asked in zip((weight, bias), needed[1:], strict=True) if asked]
+    return [*copies(input, gradient), *_sums_of_blocks(input, shape, learning)]
+
+
+def _sums_of_blocks(input: Any, shape: Any, learning: list[Any]) -> list[int]:
+    """A row for each block of rows [blocks, columns] for weight and bias, and each of the two summed up into a new one.
+
+    `layer_norm_kernel.cu`, `LaunchGammaBetaBackwardCUDAKernel`, where there are too few columns to fill the GPU.
+    """
+    columns = math.prod(shape)
+    rows = input.numel() // max(columns, 1)
+    if rows <= 64 * 1024 or columns // 32 >= gpus.followed().processors // 2:
+        return []
+    blocks = min(32 * 1024 // -(-columns // 32), -(-rows // 32))
+    parts = [like.new_empty(blocks, like.shape[-1]) for like in learning]
+    made = [part.numel() * part.element_size() for part in parts]
+    for part in parts:
+        total = [part.shape[1] * part.element_size(), *cuda_reduction.sum_scratch(part, [0])]
+        made += [*total, *(-nbytes for nbytes in reversed(total))]
+    return made
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -144,7 +166,14 @@ def fused_rms_norm_backward(gradient: Any, input: Any, shape: Any, rstd: Any, we
 
 
 SCRATCH[aten._fused_rms_norm.default] = native_layer_norm_scratch
-SCRATCH[aten._fused_rms_norm_backward.default] = native_layer_norm_backward_scratch
+
+
+@stating(SCRATCH, aten._fused_rms_norm_backward.default)
+def fused_rms_norm_backward_scratch(
+    gradient: Any, input: Any, shape: Any, rstd: Any, weight: Any, needed: Any
+) -> list[int]:
+    """As layer normalisation, without a bias."""
+    return native_layer_norm_backward_scratch(gradient, input, shape, None, rstd, weight, None, (*needed, False))
 
 
 @stating(KERNELS, aten.native_batch_norm.default)
