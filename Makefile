@@ -2,12 +2,14 @@
 
 PYTHON ?= python3
 PORT ?= 8000
+JOBS ?= 2
 PYTEST_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PRESS := $(BIN)/python book/press.py
+PYTEST := $(BIN)/python -m pytest
 
 # The kernel is the one in .venv, never a python3 kernel from the reader's home folder.
 export JUPYTER_PREFER_ENV_PATH := 1
@@ -21,7 +23,8 @@ export PYTHONUNBUFFERED := 1
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
-	@echo "  PYTHON=python3.12 chooses the interpreter that .venv is made from; PORT=8080 where 'serve' listens."
+	@echo "  PYTHON=python3.12 chooses the interpreter that .venv is made from; PORT=8080 where 'serve' listens,"
+	@echo "  JOBS=4 how many tests run at a time."
 
 setup: $(INSTALLED)  ## make .venv and install the pinned requirements and the project
 
@@ -48,10 +51,13 @@ html: $(INSTALLED)  ## render _build/html from the stored outputs, executing not
 
 test: export EVERYBYTE_DEVICE = cpu
 test: $(INSTALLED)  ## what CI runs: lint, tests, every notebook, a clean build
-	@echo "1/2  ruff"
+	@echo "1/3  ruff"
 	@$(BIN)/ruff check .
-	@echo "2/2  pytest: the library, the notebooks (nbval, papermill) and the rendered pages"
-	@$(BIN)/python -m pytest --nbval --nbval-current-env --nbval-cell-timeout 300 $(PYTEST_ARGS) tests notebooks
+	@echo "2/3  pytest, $(JOBS) at a time: the library, the notebooks (nbval, papermill) and the rendered pages"
+	@OMP_NUM_THREADS=1 $(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not alone" --nbval --nbval-current-env \
+		--nbval-cell-timeout 300 $(PYTEST_ARGS) tests notebooks
+	@echo "3/3  pytest: every notebook from start to end, timed"
+	@$(PYTEST) -m alone $(PYTEST_ARGS) tests/book
 
 refresh: $(INSTALLED)  ## re-execute the notebooks and store their outputs: the only target that writes under notebooks/
 	@$(PRESS) refresh

@@ -16,6 +16,17 @@ hypothesis.settings.register_profile("deep", max_examples=5_000, deadline=None, 
 hypothesis.settings.load_profile("ci")
 
 
+LONGEST = ("test_runs.py", "test_random_networks.py")  # begin with these, so that no worker ends alone with one
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what times itself, so that nothing runs beside it, and puts the longest files first."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+    for item in items:
+        if "execution" in getattr(item, "fixturenames", ()):
+            item.add_marker("alone")
+
+
 @pytest.fixture(scope="session")
 def snapshots() -> Path:
     """The folder of memory snapshots recorded on real GPUs; a test that needs it is skipped where there is none."""
