@@ -322,6 +322,21 @@ def test_the_peak_is_told_by_function_and_line_and_what_has_no_stack_by_size(tmp
     assert "2 ×  no stack recorded, 1,024 B each" in text
 
 
+def test_a_workspace_that_was_taken_before_the_stacks_were_recorded_is_named_by_its_size(tmp_path, run):
+    path = tmp_path / "snapshot.pickle"
+    recorder = Recorder()
+    for nbytes in (8_519_680, 8_519_680, 32 * MiB):  # the last may be any tensor
+        recorder.alloc(nbytes, device="cuda:0")
+    recorder.finish({}).to_snapshot(path)
+    data, _ = plain_pickle.load(path)
+    for entry in data["device_traces"][0]:
+        entry.pop("frames", None)
+    path.write_bytes(pickle.dumps(data))
+    text = run("snapshot", path)[1]
+    assert "2 ×  no stack recorded, 8,519,680 B each, the size of cuBLAS's workspace\n" in text
+    assert "1 ×  no stack recorded, 33,554,432 B each\n" in text
+
+
 def test_other_settings_are_replayed_each_beside_the_recordings_own(written, answer, run):
     path = written(*[15 * MiB] * 4)  # segments of 16 MiB each, or three pages of 20
     found = answer("snapshot", path, "--what-if", "expandable_segments=1", "--what-if", "roundup_power2_divisions:2")

@@ -35,7 +35,7 @@ def defaults(monkeypatch):
     ],
 )
 def test_a_workspace_is_as_large_as_the_architecture_and_the_release_have_it(gpu, version, nbytes):
-    assert workspace.cublas_bytes(gpus.find(gpu), version) == nbytes
+    assert workspace.cublas_bytes(gpu, version) == workspace.cublas_bytes(gpus.find(gpu), version) == nbytes
 
 
 def test_a_workspace_is_as_large_as_the_environment_says(monkeypatch):
@@ -201,7 +201,8 @@ def test_what_nvidia_smi_shows_beyond_a_tensor_is_the_context_and_no_tensor_s():
     with eb.trace(rules="cuda", gpu="v100-16gb") as run:
         kept = torch.empty(6)  # 24 bytes
     assert eb.Allocator().replay(run.timeline).peak_reserved == 2 * MiB
-    said = workspace.beside(run.gpu)
+    said = workspace.beside("v100-16gb")
+    assert workspace.beside(run.gpu) == said
     least, most = run.gpu.context
     assert f"{least:,} to {most:,} B are reported on Tesla V100-SXM2-16GB" in said
     assert "nvidia-smi counts them" in said and "no tensor holds them" in said

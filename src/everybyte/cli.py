@@ -466,7 +466,9 @@ def _snapshot_lines(
 def _who(row: Mapping[str, Any]) -> str:
     if row["op"] or row["line"]:
         return f"{row['line']} {row['op']}".strip()
-    return f"no stack recorded, {row['bytes'] // row['allocations']:,} B each"
+    each = row["bytes"] // row["allocations"]
+    size = ", the size of cuBLAS's workspace" if each == workspace.DEFAULT else ""
+    return f"no stack recorded, {each:,} B each{size}"
 
 
 # -- text --------------------------------------------------------------------------------------------------------------

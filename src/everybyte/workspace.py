@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from .gpus import GPU
+from .gpus import GPU, find
 from .units import KiB, MiB, format_bytes
 
 aten: Final = torch.ops.aten
@@ -34,13 +34,13 @@ _LARGE: Final = 32 * MiB
 _NAMES: Final = {DEFAULT: ":4096:2:16:8, the default before Hopper", _LARGE: "the default on Hopper and Blackwell"}
 
 
-def cublas_bytes(gpu: GPU, version: str = torch.__version__, config: str | None = None) -> int:
+def cublas_bytes(gpu: GPU | str, version: str = torch.__version__, config: str | None = None) -> int:
     """Bytes of a workspace of cuBLAS (`CublasHandlePool.cpp`, `parseChosenWorkspaceSize`).
 
     8,519,680 B; 32 MiB on Hopper, and from PyTorch 2.12 on Blackwell (pull request 175344).
 
     Args:
-        gpu: The GPU.
+        gpu: The GPU, or its name.
         version: Of PyTorch.
         config: As `CUBLAS_WORKSPACE_CONFIG`, which is read where it is None: sizes in KiB, each with how many of it.
     """
@@ -49,7 +49,7 @@ def cublas_bytes(gpu: GPU, version: str = torch.__version__, config: str | None 
     if pieces:
         return sum(int(size) * KiB * int(count) for size, count in pieces)
     large = (9,) if _release(version) < (2, 12) else (9, 10, 11, 12)
-    return _LARGE if gpu.capability[0] in large else DEFAULT
+    return _LARGE if find(gpu).capability[0] in large else DEFAULT
 
 
 def cublaslt_bytes(version: str = torch.__version__) -> int:
@@ -119,8 +119,9 @@ def named(nbytes: int) -> str | None:
     )
 
 
-def beside(gpu: GPU) -> str:
+def beside(gpu: GPU | str) -> str:
     """What a process takes of a GPU outside of PyTorch's allocator, in a sentence."""
+    gpu = find(gpu)
     least, most = gpu.context
     return (
         f"Outside of PyTorch's allocator a process holds a CUDA context and the kernels that have run: {least:,} to "
