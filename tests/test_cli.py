@@ -115,6 +115,12 @@ def lstm():
     layer = nn.LSTM(8, 8)
     return lambda: layer(torch.zeros(2, 3, 8))[0].sum().backward()
 
+def solves():
+    return lambda: torch.linalg.svd(torch.randn(8, 8))
+
+def transforms():
+    return lambda: torch.fft.rfft(torch.randn(8, 8))
+
 def branches():
     weight = torch.randn(8)
     return lambda: weight.mul_(2) if weight.sum().item() > 0 else None
@@ -218,6 +224,8 @@ def test_what_fits_only_in_segments_that_grow_is_told_the_setting(script, run):
     [
         ("between", "it does if the CUDA context takes 203,423,744 B"),
         ("lstm", "no rule covers cuDNN's LSTM"),
+        ("solves", "no rule covers _linalg_svd by cuSOLVER"),
+        ("transforms", "no rule covers _fft_r2c by cuFFT"),
         ("branches", f"at {at('weight.mul_')} a value that no trace knows decides the way"),
     ],
 )

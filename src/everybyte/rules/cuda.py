@@ -370,7 +370,16 @@ LEFT_OUT |= dict.fromkeys(
     "partial results of reductions that take several blocks",
 )
 
+_SOLVED: Final = (
+    *("linalg_cholesky_ex", "linalg_eig", "linalg_householder_product", "linalg_inv_ex", "linalg_ldl_factor_ex"),
+    *("linalg_ldl_solve", "linalg_lstsq", "linalg_lu", "linalg_lu_factor_ex", "linalg_lu_solve", "linalg_matrix_exp"),
+    *("linalg_qr", "linalg_solve_triangular", "_linalg_det", "_linalg_eigh", "_linalg_eigvals", "_linalg_slogdet"),
+    *("_linalg_solve_ex", "_linalg_svd", "cholesky", "cholesky_inverse", "_cholesky_solve_helper", "geqrf", "ormqr"),
+    "triangular_solve",
+)
 NOT_COVERED: Final = {
+    **{getattr(aten, name).default: f"{name} by cuSOLVER, MAGMA or cuBLAS" for name in _SOLVED},
+    **{getattr(aten, name).default: f"{name} by cuFFT" for name in ("_fft_c2c", "_fft_c2r", "_fft_r2c")},
     torch.lstm: "cuDNN's LSTM",
     torch.gru: "cuDNN's GRU",
     torch.rnn_tanh: "cuDNN's RNN",
@@ -380,7 +389,7 @@ NOT_COVERED: Final = {
     torch._native_multi_head_attention: "the fused attention of nn.MultiheadAttention in evaluation",
     torch._transformer_encoder_layer_fwd: "the fused encoder layer in evaluation",
 }
-"""Function -> its name, where CUDA has a kernel of its own that no rule states."""
+"""Function or op -> its name, where CUDA has kernels and workspaces of its own that no rule states."""
 
 
 # -- common to several -------------------------------------------------------------------------------------------------
