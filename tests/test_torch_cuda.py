@@ -110,7 +110,7 @@ def test_an_unedited_script_traces_as_the_same_run_with_every_choice_written_out
 
 def test_a_script_prints_the_peaks_that_the_allocator_finds_in_its_timeline(monkeypatch, capsys):
     run, left = run_script(monkeypatch)
-    replay = eb.Allocator().replay(run.timeline)
+    replay = eb.Allocator().replay(run.timeline.with_workspaces())
     assert max(left["peaks"]) == replay.peak_allocated
     assert f"peak {replay.peak_allocated / 1e6:.2f} MB" in capsys.readouterr().out
 
@@ -132,6 +132,7 @@ def test_what_a_layer_keeps_is_its_closed_form_in_whole_blocks(run):
         block = eb.models.Block(config)
     block.to("cuda")
     x = on_host(2, 64, 128, dtype=torch.bfloat16).pin_memory().to("cuda", non_blocking=True).requires_grad_()
+    block(x)  # the first products take their workspace
     before = torch.cuda.memory_allocated()
     y = block(x)
     sizes = transformer.sizes(2, 64, 128, 4, layers=1, vocabulary=64)
@@ -151,7 +152,7 @@ def test_every_way_to_ask_for_a_gpu_finds_it(run):
     assert torch.cuda.current_device() == torch.accelerator.current_device_index() == 0
     assert torch.get_device_module() is torch.get_device_module("cuda") is torch.cuda
     assert not torch.backends.mps.is_available()
-    assert torch.amp.is_autocast_available("cuda")
+    assert torch.amp.is_autocast_available("cuda") and torch.backends.cudnn.version() > 8000
     assert torch.device(0) == torch.device("cuda", 0)
 
 
@@ -228,13 +229,23 @@ def test_memory_statistics_are_the_allocator_s_of_the_events_so_far(run):
     del small
 
 
-SIZES = st.lists(st.tuples(st.integers(1, 24 * 2**20), st.integers(0, 5)), min_size=1, max_size=40)
+def test_the_first_matrix_product_takes_the_workspace_of_cublas_and_keeps_it():
+    for gpu, workspace in (("a4000", 8_519_680), ("h100-80gb", 32 * 2**20)):
+        with eb.trace(rules="cuda", gpu=gpu):
+            a, b = torch.empty(64, 64), torch.empty(64, 64)
+            product = a @ b
+            assert torch.cuda.memory_allocated() == 3 * 4 * 64**2 + workspace
+            del product
+            assert torch.cuda.memory_allocated() == 2 * 4 * 64**2 + workspace
+
+
+SIZES = st.lists(st.tuples(st.integers(1, 24 * 2**20), st.integers(0, 5)), min_size=1, max_size=20)
 
 
 @given(SIZES)
 def test_statistics_count_what_the_replayed_allocator_holds(requests):
     recorder = Recorder()
-    stats = MemoryStats(recorder, eb.gpus.find("h100-80gb"))
+    stats = MemoryStats(recorder, tuple, eb.gpus.find("h100-80gb"))
     live = []
     for at, (nbytes, die) in enumerate(requests):
         live.append(recorder.alloc(nbytes, device="cuda:0"))
@@ -415,6 +426,36 @@ def test_the_old_types_of_tensors_still_name_a_device(kind):
         assert torch.ones(2).type() == "torch.cuda.FloatTensor" and torch.ones(2).type(torch.half).dtype == torch.half
 
 
+def test_activations_that_are_saved_on_the_host_leave_the_gpu_and_come_back():
+    n = 256
+    with eb.trace(rules="cuda") as run:
+        x = torch.randn(n, requires_grad=True)
+        for pin in (False, True):
+            with torch.autograd.graph.save_on_cpu(pin_memory=pin):
+                y = (x * x).sum()
+            assert torch.cuda.memory_allocated() == 4 * n + 512 + 4 * n * pin  # x, the sum, and in the end a gradient
+            y.backward()
+    returned = run.timeline.frame().query("op == '_to_copy' and action == 'alloc' and phase == 'backward'")
+    assert returned["nbytes"].tolist() == 4 * [4 * n]
+
+
+def test_a_script_that_asks_which_attention_it_can_have_hears_what_it_will_get(run):
+    from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
+
+    half, single = (torch.empty(1, 2, 64, 32, dtype=dtype) for dtype in (torch.float16, torch.float32))
+    assert can_use_flash_attention(SDPAParams(half, half, half, None, 0.0, True, False))
+    assert not can_use_flash_attention(SDPAParams(single, single, single, None, 0.0, True, False))
+    assert can_use_efficient_attention(SDPAParams(single, single, single, None, 0.0, True, False))
+
+
+def test_a_parameter_with_a_gradient_does_not_lose_it_by_moving(run):
+    with torch.device("cpu"):
+        model = nn.Linear(2, 2)
+        model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(NotImplementedError, match=r"test_torch_cuda\.py:\d+: a tensor that has a gradient"):
+        model.to("cuda")
+
+
 # -- what ends a trace -------------------------------------------------------------------------------------------------
 
 
@@ -422,6 +463,8 @@ def test_the_old_types_of_tensors_still_name_a_device(kind):
     "call",
     [
         lambda: torch.compile(nn.Linear(2, 2)),
+        lambda: torch.compile(mode="max-autotune")(nn.Linear(2, 2)),
+        lambda: nn.Linear(2, 2).compile(),
         lambda: torch.distributed.init_process_group("nccl"),
         lambda: nn.parallel.DistributedDataParallel(nn.Linear(2, 2)),
         lambda: torch.cuda.CUDAGraph(),

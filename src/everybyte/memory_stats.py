@@ -6,11 +6,14 @@ The names and what moves them are those of `DeviceStats` in `c10/core/CachingDev
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from .caching import UNLIMITED, Block, DeviceAllocator
 from .gpus import GPU
 from .timeline import Recorder
+from .workspace import Workspace
 
 _SEGMENTS: Final = ("segment", "reserved_bytes")
 _BLOCKS: Final = ("allocation", "allocated_bytes", "active", "active_bytes", "requested_bytes")
@@ -87,31 +90,41 @@ class CountingAllocator(DeviceAllocator):
 
 
 class MemoryStats:
-    """The statistics of a trace under way.
+    """The statistics of a trace under way, its tensors and the workspaces of its matrix products.
 
-    Workspaces of cuBLAS and what kernels take beside tensors where no rule states it are not among a trace's events,
-    so a real run's figures are higher by those.
+    What kernels take beside them and no rule states (`Trace.left_out`) a real run's figures have on top.
 
     Args:
         recorder: Of the trace.
+        workspaces: Says which have been taken so far.
         gpu: Whose memory it is; its context is taken at its largest.
     """
 
-    def __init__(self, recorder: Recorder, gpu: GPU) -> None:
+    def __init__(self, recorder: Recorder, workspaces: Callable[[], Sequence[Workspace]], gpu: GPU) -> None:
         self.gpu = gpu
-        self._recorder = recorder
+        self._recorder, self._workspaces = recorder, workspaces
         self._allocator = CountingAllocator(gpu.usable[0])
         self._blocks: dict[int, Block] = {}
-        self._at = 0
+        self._at = self._taken = 0
 
     def allocator(self) -> CountingAllocator:
         """The allocator's state now."""
+        pending = deque(self._workspaces()[self._taken :])
+        stream = 0
+
+        def take_workspaces() -> None:
+            while pending and pending[0].event <= self._at:
+                self._allocator.malloc(pending.popleft().nbytes, stream)
+                self._taken += 1
+
         for action, storage, nbytes, stream in self._recorder.events_from(self._at):
+            take_workspaces()
             self._at += 1
             if action == "alloc" and nbytes:
                 self._blocks[storage] = self._allocator.malloc(nbytes, stream)
             elif action == "free" and storage in self._blocks:
                 self._allocator.free(self._blocks.pop(storage))
+        take_workspaces()
         return self._allocator
 
     def nested(self) -> dict[str, Any]:

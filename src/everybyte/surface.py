@@ -101,26 +101,29 @@ class Tracer(Protocol):
 @contextmanager
 def shown_to(run: Tracer, rules: Rules) -> Iterator[None]:
     """Puts the surface in place while the block lasts, and everything back as it was after it."""
+    replaced = mock.patch.object
     with ExitStack() as stack:
         for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
-            stack.enter_context(_replaced(F, name, _of_the_user_s_own))
+            stack.enter_context(replaced(F, name, _of_the_user_s_own))
         for module in (torch.overrides, torch.autograd):
-            stack.enter_context(_replaced(module, "has_torch_function", _any_of_the_user_s_own))
+            stack.enter_context(replaced(module, "has_torch_function", _any_of_the_user_s_own))
         for name in ("_has_foreach_support", "_device_has_foreach_support"):
-            stack.enter_context(_replaced(clip_grad, name, _as_on(rules.device, getattr(clip_grad, name))))
+            stack.enter_context(replaced(clip_grad, name, _as_on(rules.device, getattr(clip_grad, name))))
         # Checkpointing compares what it saved, seen from inside a call, with what it recomputed, seen from outside.
         stack.enter_context(mock.patch.dict(checkpoint._allowed_determinism_checks_to_fns, default=_metadata))
         surface = Surface(run, rules)
-        stack.enter_context(_replaced(torch, "set_default_device", surface.set_default_device))
-        stack.enter_context(_replaced(torch, "get_default_device", surface.get_default_device))
+        hooks = torch.autograd.graph.saved_tensors_hooks
+        stack.enter_context(replaced(hooks, "__init__", _under(surface, hooks.__init__)))
+        stack.enter_context(replaced(torch, "set_default_device", surface.set_default_device))
+        stack.enter_context(replaced(torch, "get_default_device", surface.get_default_device))
         if not rules.on_host:
             kind, parse = torch.device(rules.device.type), torch._C._nn._parse_to  # of `Module.to`: takes numbers too
             parsed = lambda *args, **kwargs: parse(*(_numbered(kind, arg) for arg in args), **kwargs)  # noqa: E731
-            stack.enter_context(_replaced(torch._C._nn, "_parse_to", parsed))
-            stack.enter_context(_replaced(torch, "_has_compatible_shallow_copy_type", lambda tensor, other: True))
+            stack.enter_context(replaced(torch._C._nn, "_parse_to", parsed))
+            stack.enter_context(replaced(torch, "_has_compatible_shallow_copy_type", lambda tensor, other: True))
         else:
             # The generator's state is a tensor that no op makes; checkpointing keeps one for each segment.
-            stack.enter_context(_replaced(torch, "get_rng_state", _counting(run, torch.get_rng_state)))
+            stack.enter_context(replaced(torch, "get_rng_state", _counting(run, torch.get_rng_state)))
         stack.enter_context(surface)
         yield
 
@@ -240,13 +243,11 @@ class Surface(TorchFunctionMode):
         tensor, other = args
         if tensor.is_meta == other.is_meta:
             return self._run.call(func, args, kwargs)
-        if tensor.grad is not None:
+        if tensor.grad is not None or tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
             raise NotImplementedError(
-                f"{user_line()}: a tensor that has a gradient moves between host and device; set its gradient to None"
+                f"{user_line()}: a tensor that has a gradient or hooks moves between host and device; move it before"
             )
-        data = other.detach()
-        fresh = torch.nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else data
-        return torch.utils.swap_tensors(tensor, fresh)
+        torch._C._swap_tensor_impl(tensor, other.detach().requires_grad_(tensor.requires_grad))
 
     def set_default_device(self, device: Any) -> None:
         """`torch.set_default_device`, until the block ends; None goes back to where it began."""
@@ -290,7 +291,7 @@ class Surface(TorchFunctionMode):
 
     def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if kwargs.get("pin_memory") and not self._rules.on_host:
-            return self._make(func, args, {**kwargs, "pin_memory": False}).pin_memory()
+            return self._make(func, args, {"device": _HOST, **kwargs, "pin_memory": False}).pin_memory()
         device = kwargs.get("device")
         if device is None and not self._rules.on_host and _is_made_for_the_host(sys._getframe(2)):
             device = _HOST
@@ -339,6 +340,22 @@ def _as_on(device: torch.device, function: Callable[..., Any]) -> Callable[..., 
     return asked
 
 
+def _under(surface: Surface, initialise: Callable[..., None]) -> Callable[..., None]:
+    """`saved_tensors_hooks`: autograd calls the hooks from inside an op; the user's own see the device there too."""
+
+    def seeing(hook: Callable[..., Any]) -> Callable[..., Any]:
+        def called(value: Any) -> Any:
+            with surface:
+                return hook(value)
+
+        return hook if hook.__module__ in (checkpoint.__name__, f"{__package__}.saved") else called
+
+    def initialised(hooks: Any, pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+        initialise(hooks, seeing(pack), seeing(unpack))
+
+    return initialised
+
+
 def _with_type(kind: torch.device, args: Any) -> Any:
     return (kind.type, *args) if len(args) == 1 and type(args[0]) is int else args
 
@@ -350,10 +367,6 @@ def _numbered(kind: torch.device, named: Any) -> Any:
 
 def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype
-
-
-def _is_dtype(value: Any) -> bool:
-    return isinstance(value, torch.dtype)
 
 
 def _is_made_for_the_host(frame: Any) -> bool:
@@ -406,13 +419,3 @@ def _counting(run: Tracer, function: Callable[..., torch.Tensor]) -> Callable[..
         return made
 
     return counting
-
-
-@contextmanager
-def _replaced(module: Any, name: str, replacement: Any) -> Iterator[None]:
-    before = getattr(module, name)
-    setattr(module, name, replacement)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)

@@ -18,10 +18,12 @@ from unittest import mock
 
 import torch
 import torch.utils.data
+from torch.nn.attention import SDPBackend
 
 from .attribution import user_line
 from .gpus import GPU
 from .memory_stats import MemoryStats
+from .rules.cuda_attention import takes
 
 _DTYPES: Final = {
     **{"FloatTensor": torch.float32, "DoubleTensor": torch.float64, "HalfTensor": torch.float16},
@@ -34,7 +36,6 @@ _STREAMS: Final = 32  # kStreamsPerPool of `c10/cuda/CUDAStream.cpp`: the 33rd s
 _CUDA: Final = 1  # `c10::DeviceType`
 
 _REFUSED: Final = (
-    (torch, "compile", "its kernels allocate by a plan of their own; trace the model uncompiled"),
     (torch.cuda.CUDAGraph, "__new__", "a CUDA graph's private memory has no rule; run the step without it"),
     (torch.cuda.MemPool, "__new__", "a private memory pool has no rule; leave it out"),
     (torch.cuda.memory.CUDAPluggableAllocator, "__init__", "another allocator has no rule; leave it out"),
@@ -98,6 +99,9 @@ def _answers(run: Run, stats: MemoryStats) -> Iterator[tuple[Any, str, Any]]:
     in_c: dict[str, Any] = {
         "_has_cuda": True,
         "_is_flash_attention_available": lambda: True,
+        "_can_use_flash_attention": lambda params, *_: takes(SDPBackend.FLASH_ATTENTION, params),
+        "_can_use_mem_efficient_attention": lambda params, *_: takes(SDPBackend.EFFICIENT_ATTENTION, params),
+        "_can_use_cudnn_attention": lambda params, *_: takes(SDPBackend.CUDNN_ATTENTION, params),
         "_get_accelerator": lambda: torch.device("cuda"),
         "_scatter": lambda tensor, *_: (tensor.to("cuda"),),
         **_prefixed("_accelerator_", _of_accelerator(run, stats, stream)),
@@ -107,6 +111,7 @@ def _answers(run: Run, stats: MemoryStats) -> Iterator[tuple[Any, str, Any]]:
     yield torch.version, "cuda", torch.version.cuda or "13.0"
     yield torch.backends.mps, "is_available", lambda: False
     yield torch.backends.cudnn, "is_available", lambda: True
+    yield torch.backends.cudnn, "version", lambda: 91002  # that of PyTorch 2.9
     yield torch.backends.cudnn, "is_acceptable", lambda tensor: False  # by rules, not by handle
     activities = {*torch.autograd.ProfilerActivity.__members__.values()}
     yield torch.autograd.profiler, "_supported_activities", lambda: activities
@@ -131,9 +136,9 @@ def _answers(run: Run, stats: MemoryStats) -> Iterator[tuple[Any, str, Any]]:
     unknown = {name for name in known if name.startswith("_cuda_")} - set(in_c)
     refused = [(torch._C, name, "what it does on a GPU has no rule; leave the call out") for name in unknown]
     if compiler := sys.modules.get("torch._dynamo.eval_frame"):  # runs what was compiled before the trace
-        compiled, uncompiled = _refusing(*_REFUSED[0]), compiler._callback_from_stance
-        of_stance = lambda callback: (compiled if callback else uncompiled)(callback)  # noqa: E731
-        yield compiler, "_callback_from_stance", of_stance
+        uncompiled = compiler._callback_from_stance
+        yield compiler, "_callback_from_stance", lambda code: _compile() if code else uncompiled(code)
+    yield torch, "compile", _compile
     for owner, name, why in (*_REFUSED, *refused):
         answer = _refusing(owner, name, why)
         yield owner, name, staticmethod(answer) if name == "__new__" else answer
@@ -175,7 +180,7 @@ def _of_cuda(run: Run, stats: MemoryStats) -> dict[str, Callable[..., Any]]:
         "resetPeakMemoryStats": lambda device: stats.reset_peak(),
         "resetAccumulatedMemoryStats": lambda device: stats.reset_accumulated(),
         "emptyCache": stats.empty_cache,
-        "clearCublasWorkspaces": _nothing,
+        "clearCublasWorkspaces": lambda: run.remark("the workspaces of the matrix products stay in the trace"),
         "getAllocatorBackend": lambda: "native",
         "getMemoryFraction": lambda device: 1.0,
         "setMemoryFraction": set_fraction,
@@ -401,6 +406,13 @@ def _set_default_tensor_type(kind: Any) -> None:
     device, dtype = _device_and_dtype(kind)
     torch.set_default_dtype(dtype)
     torch.set_default_device(device)
+
+
+def _compile(model: Any = None, *, disable: bool = False, **options: Any) -> Any:
+    if not disable:
+        why = "its kernels allocate by a plan of their own; trace the model uncompiled"
+        raise NotImplementedError(f"{user_line()}: torch.compile is not covered: {why}")
+    return model if model is not None else lambda model: model
 
 
 def _refusing(owner: Any, name: str, why: str) -> Callable[..., Any]:

@@ -172,7 +172,7 @@ class Trace(Run):
                 self._autocast.acting(),
                 shown_to(self, self._rules),
                 guarded(self, self._rules.device),
-                nullcontext() if self.gpu is None else believable(self, MemoryStats(self._storages.recorder, self.gpu)),
+                nullcontext() if self.gpu is None else believable(self, self._memory_stats()),
                 _Ops(self),
             ):
                 stack.enter_context(context)
@@ -293,9 +293,12 @@ class Trace(Run):
         self.unknown_reads.append(UnknownRead(line, op))
         return values.unknown(0.0, lambda: self._decided(line))
 
+    def _memory_stats(self) -> MemoryStats:
+        return MemoryStats(self._storages.recorder, lambda: self.workspaces, self.gpu)
+
     def snapshot(self) -> dict[str, Any]:
         """The allocator's history so far, as `torch.cuda.memory._snapshot` gives it."""
-        return snapshot_file.contents(self.timeline)
+        return snapshot_file.contents(self.timeline.with_workspaces())
 
     def counts(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor takes memory of the device: a real one does where that is the host."""

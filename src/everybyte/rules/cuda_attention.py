@@ -202,6 +202,12 @@ _REFUSES: Final = {
 _FUSED: Final = {"flash": SDPBackend.FLASH_ATTENTION, "memory-efficient": SDPBackend.EFFICIENT_ATTENTION}
 
 
+def takes(backend: SDPBackend, params: Any) -> bool:
+    """Whether a kernel takes a call, as `torch.backends.cuda.can_use_flash_attention` and the like are asked."""
+    operands = (params.query, params.key, params.value, params.attn_mask, params.dropout)
+    return _REFUSES[backend](_Call(*operands, params.is_causal, params.enable_gqa)) is None
+
+
 # -- the call ----------------------------------------------------------------------------------------------------------
 
 
