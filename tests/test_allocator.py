@@ -239,6 +239,11 @@ def test_before_it_gives_up_the_allocator_returns_every_segment_that_no_block_ho
     assert run.out_of_memory is None
 
 
+def test_an_expandable_segment_grows_to_any_request_where_memory_has_no_end():
+    pages = 1 + -(-(2**40) // (20 * MiB))  # the second request has a segment of its own
+    assert Allocator(expandable_segments=True).replay(timeline(3 * MiB, 2**40)).peak_reserved == pages * 20 * MiB
+
+
 def test_garbage_collection_returns_free_segments_of_at_least_average_age():
     # Allowed are 100 MiB, collection starts above 50, and 66 are reserved when 30 more are asked for. Each request of
     # the large pool is a tick: the 20 MiB were freed two ticks before, the 22 MiB one; the average is one and a half.

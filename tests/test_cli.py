@@ -297,17 +297,15 @@ def test_the_json_holds_the_peaks_recorded_and_modelled_each_under_its_own_name(
     }
     assert found["recorded"] == found["modelled"] == expected
     assert (found["allocations"], found["address_mismatches"], found["schema"]) == (3, 0, 1)
-    assert found["fragmentation"] == [
-        {
-            "event": 5,  # segment_alloc and alloc, three times
-            "reserved": 42 * MiB,
-            "requested": 22 * MiB + 300,
-            "rounding": 212,
-            "unsplit": MiB,
-            "inactive_split": 19 * MiB - 512,
-            "releasable": 0,
-        }
-    ]
+    assert found["fragmentation"] == {
+        "event": 5,  # segment_alloc and alloc, three times
+        "reserved": 42 * MiB,
+        "requested": 22 * MiB + 300,
+        "rounding": 212,
+        "unsplit": MiB,
+        "inactive_split": 19 * MiB - 512,
+        "releasable": 0,
+    }
 
 
 def test_the_peak_is_told_by_function_and_line_and_what_has_no_stack_by_size(tmp_path, answer, run):
@@ -457,7 +455,7 @@ def test_recordings_are_explained_to_the_byte(snapshots, answer, name):
     assert found["recorded"] == found["modelled"]
     assert (found["address_mismatches"], found["segment_mismatches"], found["reserved_mismatches"]) == (0, 0, 0)
     assert sum(row["bytes"] for row in found["live_at_peak"]) == found["recorded"]["peak_requested"]
-    (fragmentation,) = found["fragmentation"]
+    fragmentation = found["fragmentation"]
     assert fragmentation["reserved"] == found["recorded"]["peak_reserved"]
     parts = ("requested", "rounding", "unsplit", "inactive_split", "releasable")
     assert sum(fragmentation[part] for part in parts) == fragmentation["reserved"]

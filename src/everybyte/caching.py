@@ -418,12 +418,13 @@ class DeviceAllocator:
                 room, end = room + end.size, end.next
             if room >= size:
                 return block
-        return self._reserve_addresses(stream, pool)
+        return self._reserve_addresses(stream, pool, least=size)
 
-    def _reserve_addresses(self, stream: int, pool: Pool, address: int | None = None) -> Block:
+    def _reserve_addresses(self, stream: int, pool: Pool, address: int | None = None, least: int = 0) -> Block:
         """A new expandable segment, nothing of it mapped (`ExpandableSegment`)."""
         page = SMALL_SEGMENT if pool.small else self.large_segment
-        space = round_up(ADDRESS_SPACE if self.total == UNLIMITED else self.total + self.total // 8, page)
+        most = max(ADDRESS_SPACE, least) if self.total == UNLIMITED else self.total + self.total // 8
+        space = round_up(most, page)
         address = self.cuda_malloc(space) if address is None else address
         block = self._heads[address] = Block(address, space, stream, pool, page)
         block.mapped = False

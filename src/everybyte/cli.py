@@ -28,7 +28,7 @@ from torch import nn
 from . import attribution, gpus, workspace
 from .allocator import Allocator, OutOfMemory, Replay
 from .caching import MIN_BLOCK
-from .snapshot import Comparison, Snapshot
+from .snapshot import Comparison, Names, Snapshot
 from .timeline import Timeline
 from .trace import Trace, trace
 from .units import format_bytes
@@ -394,6 +394,9 @@ def _snapshot(args: argparse.Namespace) -> Answer:
         raise Stop(BAD_INPUT, message) from None
     scenarios = args.what_if or [{"expandable_segments": not snapshot.settings.get("expandable_segments", False)}]
     replays = [(what_if, _allocator(snapshot.settings, what_if).replay(timeline)) for what_if in ({}, *scenarios)]
+    found = comparison.as_dict()
+    for failure in found["out_of_memory"]:
+        failure["op"], failure["line"] = Names()(snapshot.traces[device][failure["event"]].frames)
     answer = {
         "schema": SCHEMA,
         "file": os.fsencode(args.file).decode("utf-8", "replace"),
@@ -401,7 +404,8 @@ def _snapshot(args: argparse.Namespace) -> Answer:
         "devices": list(snapshot.devices),
         "events": counts.get(device, 0),
         "settings": dict(snapshot.settings),
-        **comparison.as_dict(),
+        **found,
+        "fragmentation": found["fragmentation"][0] if found["fragmentation"] else None,
         "live_at_peak": _live_at_peak(timeline),
         "replayed": _replay_as_dict({}, replays[0][1]),
         "what_if": [_replay_as_dict(what_if, replay) for what_if, replay in replays[1:]],
@@ -448,8 +452,9 @@ def _snapshot_lines(
     yield comparison.explain()
     for fragmentation in comparison.fragmentation:
         yield f"When most was reserved: {fragmentation}."
-    for failure in comparison.out_of_memory[-1:]:
-        yield f"In the recording: {failure}."
+    for failure, row in zip(comparison.out_of_memory[-1:], answer["out_of_memory"][-1:], strict=True):
+        who = f"{row['line']} {row['op']}".strip()
+        yield f"In the recording: {failure}{_printable(who and f', asked for by {who}')}."
         if len(comparison.out_of_memory) > 1:
             yield f"Before it, {len(comparison.out_of_memory) - 1:,} other requests failed."
     yield ""

@@ -217,7 +217,7 @@ class Snapshot:
         innermost function on the stack, `line` the innermost line outside of PyTorch.
         """
         rows: list[tuple[Any, ...]] = []  # time, step, action, storage, nbytes, device, stream, op, line
-        names = _Names()
+        names = Names()
         for device in self.devices:
             recording, events, name = self.recording(device), self.traces.get(device, ()), f"cuda:{device}"
             frames = self._stacks_at_start(device)
@@ -262,7 +262,7 @@ class Snapshot:
 _COLUMNS: Final = ("time", "step", "action", "storage", "nbytes", "device", "stream", "op", "line")
 
 
-class _Names:
+class Names:
     """Who asked for memory: the innermost function on a stack, and the innermost line outside of PyTorch's own files.
 
     Stacks and frames are shared in a file, so each is looked at once; texts end where no real name is as long.
