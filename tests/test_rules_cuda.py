@@ -224,10 +224,44 @@ def test_the_gradient_of_an_embedding_sorts_more_than_3072_tokens(tokens, sorted
     assert highest == (sorted_ones * 8 * tokens + of_the_sort if sorted_ones else 0)
 
 
-def test_an_lstm_is_said_to_be_another_one_on_a_gpu():
+@pytest.mark.parametrize(
+    ("layer", "numbers", "states"), [(nn.LSTM, (6, 5, 10), 2), (nn.GRU, (5, 4, 8), 1), (nn.RNN, (1, 1, 2), 1)]
+)
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_a_recurrent_layer_is_one_call_whose_reserve_is_an_estimate_with_its_range(layer, numbers, states, batch_first):
+    s, b, width, h, layers, directions = 7, 3, 5, 16, 2, 2
     with eb.trace(rules="cuda") as run:
-        nn.LSTM(4, 8)(torch.empty(3, 2, 4))
-    assert run.not_covered == {"cuDNN's LSTM"}
+        model = layer(width, h, num_layers=layers, bidirectional=True, batch_first=batch_first)
+        x = torch.empty((b, s, width) if batch_first else (s, b, width), requires_grad=True)
+        for _ in run.steps(1):
+            model(x)[0].sum().backward()
+        assert x.grad.shape == x.shape
+        assert all(p.grad.shape == p.shape for p in model.parameters())
+    frame = run.timeline.frame().query("action == 'alloc' and category != 'scratch'")
+    state, unit = 4 * layers * directions * b * h, 4 * layers * directions * s * b * h
+    made = frame.query("op == '_cudnn_rnn'")["nbytes"].tolist()
+    assert made == [n for n in (4 * s * b * directions * h, *states * [state], numbers[0] * unit)]
+    weights = 4 * sum(p.numel() for p in model.parameters())
+    assert frame.query("op == '_cudnn_rnn_backward'")["nbytes"].tolist() == [
+        4 * s * b * width,
+        *states * [state],
+        weights,
+    ]
+    (said,) = run.not_covered
+    assert f"an estimate, {numbers[0]} numbers" in said
+    assert f"at least {numbers[1]} and at most {numbers[2]}" in said
+    (remark,) = run.remarks
+    assert f"keeps about {numbers[0] * unit:,} B" in remark
+    assert f"between {numbers[1] * unit:,} B" in remark
+    assert "workspace of cuDNN's recurrent layers, and the state of their dropout" in run.left_out
+
+
+def test_without_a_backward_pass_a_recurrent_layer_keeps_nothing():
+    with eb.trace(rules="cuda") as run:
+        nn.LSTM(4, 8).eval()(torch.empty(3, 2, 4))
+    made = run.timeline.frame().query("op == '_cudnn_rnn' and action == 'alloc'")["nbytes"].tolist()
+    assert [n for n in made if n] == [4 * 3 * 2 * 8, 4 * 2 * 8, 4 * 2 * 8]
+    assert run.remarks == []
 
 
 @pytest.mark.parametrize("cell, name", [(nn.LSTMCell, "the fused LSTM cell"), (nn.GRUCell, "the fused GRU cell")])

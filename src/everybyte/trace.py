@@ -363,8 +363,8 @@ class Trace(Run):
                 raise
         self._made = []
         if not op.aliases:
-            for made in out if isinstance(out, (tuple, list)) else (out,):
-                if isinstance(made, torch.Tensor) and self.counts(made) and not self._storages.is_known(made):
+            for made in _tensors(out if isinstance(out, (tuple, list)) else (out,), {}):
+                if self.counts(made) and not self._storages.is_known(made):
                     self._made.append(self._storages.record(made, op=op.name, **self._whose(node)))
             self._record_scratch(func, op, args, kwargs, node)
         if op.mutates:

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from .. import gpus
-from . import autocast, cpu, cuda_attention, cuda_dropout, cuda_reduction, cuda_sort
+from . import autocast, cpu, cuda_attention, cuda_dropout, cuda_reduction, cuda_rnn, cuda_sort
 from .base import Function, Rules, stating
 from .engine import is_dense
 
@@ -380,10 +380,6 @@ _SOLVED: Final = (
 NOT_COVERED: Final = {
     **{getattr(aten, name).default: f"{name} by cuSOLVER, MAGMA or cuBLAS" for name in _SOLVED},
     **{getattr(aten, name).default: f"{name} by cuFFT" for name in ("_fft_c2c", "_fft_c2r", "_fft_r2c")},
-    torch.lstm: "cuDNN's LSTM",
-    torch.gru: "cuDNN's GRU",
-    torch.rnn_tanh: "cuDNN's RNN",
-    torch.rnn_relu: "cuDNN's RNN",
     torch.lstm_cell: "the fused LSTM cell",
     torch.gru_cell: "the fused GRU cell",
     torch._native_multi_head_attention: "the fused attention of nn.MultiheadAttention in evaluation",
@@ -408,11 +404,11 @@ def copies(*tensors: Any) -> list[int]:
 RULES: Final = Rules(
     name="cuda",
     device=torch.device("cuda:0"),
-    kernels={**KERNELS, **cuda_dropout.KERNELS, **cuda_attention.KERNELS},
-    functions={**FUNCTIONS, **cuda_dropout.FUNCTIONS, **cuda_attention.FUNCTIONS},
-    scratch={**SCRATCH, **cuda_reduction.SCRATCH, **cuda_attention.SCRATCH},
-    remarks=cuda_attention.REMARKS,
-    left_out={**LEFT_OUT, **cuda_attention.LEFT_OUT},
-    not_covered=NOT_COVERED,
+    kernels={**KERNELS, **cuda_dropout.KERNELS, **cuda_rnn.KERNELS, **cuda_attention.KERNELS},
+    functions={**FUNCTIONS, **cuda_dropout.FUNCTIONS, **cuda_rnn.FUNCTIONS, **cuda_attention.FUNCTIONS},
+    scratch={**SCRATCH, **cuda_reduction.SCRATCH, **cuda_rnn.SCRATCH, **cuda_attention.SCRATCH},
+    remarks={**cuda_rnn.REMARKS, **cuda_attention.REMARKS},
+    left_out={**LEFT_OUT, **cuda_rnn.LEFT_OUT, **cuda_attention.LEFT_OUT},
+    not_covered={**NOT_COVERED, **cuda_rnn.NOT_COVERED},
     autocast=autocast.CUDA,
 )
