@@ -380,6 +380,31 @@ def test_a_checkpoint_is_loaded_onto_the_gpu_byte_by_byte_and_ties_stay():
         assert torch.load(file, map_location="cpu")["a"].tolist() == weight.tolist()
 
 
+def test_a_training_run_resumes_from_its_checkpoint_on_the_gpu():
+    def make():
+        model = nn.Linear(8, 8)
+        return model, torch.optim.AdamW(model.parameters())
+
+    def train(model, optimizer):
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+
+    model, optimizer = make()
+    train(model, optimizer)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    with eb.trace(rules="cuda") as run:
+        checkpoint = torch.load(file, "cuda", weights_only=True)
+        model, optimizer = make()
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        state = optimizer.state[model.weight]
+        assert state["exp_avg"].is_cuda and torch.cuda.memory_allocated() >= 4 * 4 * 8 * 8
+        train(model, optimizer)
+    assert run.timeline.frame().query("op == 'load' and action == 'alloc'")["nbytes"].tolist().count(4 * 64) == 3
+
+
 @pytest.mark.parametrize("rules", ["cpu", "cuda"])
 def test_saving_a_traced_tensor_is_refused_before_an_older_file_is_touched(tmp_path, rules):
     path = tmp_path / "checkpoint.pt"
@@ -490,9 +515,13 @@ def test_an_extension_for_cuda_alone_ends_in_one_line(run):
     library = torch.library.Library("everybyte_test", "DEF")
     library.define("secret(Tensor x) -> Tensor")
     library.impl("secret", lambda x: x.clone(), "CUDA")
-    with pytest.raises(NotImplementedError, match=r"test_torch_cuda\.py:\d+: secret cannot be traced") as refused:
-        torch.ops.everybyte_test.secret(torch.ones(2))
-    assert "\n" not in str(refused.value)
+    made_in_python = torch.library.custom_op(
+        "everybyte_test::secret_too", lambda x: x.clone(), mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    for extension in (torch.ops.everybyte_test.secret, made_in_python):
+        with pytest.raises(NotImplementedError, match=r"test_torch_cuda\.py:\d+: secret.* cannot be traced") as refused:
+            extension(torch.ones(2))
+        assert "\n" not in str(refused.value)
 
 
 # -- and back ----------------------------------------------------------------------------------------------------------

@@ -48,28 +48,28 @@ def _pickling(reduce: Callable[..., Any]) -> Callable[..., Any]:
 def _saving(save: Callable[..., Any]) -> Callable[..., None]:
     """`torch.save`, which opens no file, an earlier checkpoint for example, before every tensor has been pickled."""
 
-    def saving(data: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+    def saving(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         written = io.BytesIO()
-        save(data, written, *args, **kwargs)
-        with open(file, "wb") if isinstance(file, (str, os.PathLike)) else nullcontext(file) as target:
-            target.write(written.getvalue())
+        save(obj, written, *args, **kwargs)
+        with open(f, "wb") if isinstance(f, (str, os.PathLike)) else nullcontext(f) as file:
+            file.write(written.getvalue())
 
     return saving
 
 
 def _loading(run: Counter, load: Callable[..., Any]) -> Callable[..., Any]:
-    def loading(file: Any, map_location: Any = None, **kwargs: Any) -> Any:
+    def loading(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         def place(storage: torch.UntypedStorage, saved: str) -> Any:
             if callable(map_location):
                 return map_location(storage, saved)
             to = map_location.get(saved, saved) if isinstance(map_location, Mapping) else map_location or saved
             if torch.device(to).type != "cuda":
-                return storage
+                return torch.serialization.default_restore_location(storage, str(to))
             with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
                 made = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta")
                 run.count(made, "load")
             return made.untyped_storage()
 
-        return load(file, place, **kwargs)
+        return load(f, place, *args, **kwargs)
 
     return loading

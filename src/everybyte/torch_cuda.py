@@ -32,6 +32,7 @@ _DTYPES: Final = {
 }
 """The old types of tensors, `torch.cuda.FloatTensor` and so on."""
 
+_NOT_FOLLOWED: Final = "a trace does not follow settings of the allocator; give them to everybyte.Allocator afterwards"
 _STREAMS: Final = 32  # kStreamsPerPool of `c10/cuda/CUDAStream.cpp`: the 33rd stream is the first again
 _CUDA: Final = 1  # `c10::DeviceType`
 
@@ -154,9 +155,6 @@ def _of_cuda(run: Run, stats: MemoryStats) -> dict[str, Callable[..., Any]]:
     def set_stream(stream_id: int, device_index: int, device_type: int) -> None:
         run.stream = stream_id
 
-    def set_fraction(fraction: float, device: int) -> None:
-        run.remark("the fraction is not followed by the trace; Allocator(per_process_memory_fraction=...) follows it")
-
     return {
         "init": _nothing,
         "getDeviceCount": lambda: 1,
@@ -183,7 +181,9 @@ def _of_cuda(run: Run, stats: MemoryStats) -> dict[str, Callable[..., Any]]:
         "clearCublasWorkspaces": lambda: run.remark("the workspaces of the matrix products stay in the trace"),
         "getAllocatorBackend": lambda: "native",
         "getMemoryFraction": lambda device: 1.0,
-        "setMemoryFraction": set_fraction,
+        "setMemoryFraction": lambda fraction, device: run.remark(_NOT_FOLLOWED),
+        "attachOutOfMemoryObserver": _nothing,
+        "isHistoryEnabled": lambda: False,
         "record_memory_history": _nothing,
         "record_memory_history_legacy": _nothing,
         "memorySnapshot": lambda *pool: run.snapshot(),
@@ -211,6 +211,7 @@ def _of_accelerator(run: Run, stats: MemoryStats, stream: type) -> dict[str, Cal
         "resetAccumulatedStats": lambda device: stats.reset_accumulated(),
         "emptyCache": stats.empty_cache,
         "emptyHostCache": _nothing,
+        "setAllocatorSettings": lambda settings: run.remark(_NOT_FOLLOWED),
         "getMemoryInfo": lambda device: stats.free_and_total(),
     }
 

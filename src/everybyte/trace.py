@@ -354,7 +354,7 @@ class Trace(Run):
         except (RuntimeError, NotImplementedError) as error:
             if op.data_dependent:
                 out = self._by_value(func, args, real)
-            elif isinstance(error, NotImplementedError):
+            elif isinstance(error, NotImplementedError) or "no fake impl registered" in str(error):
                 raise NotImplementedError(
                     f"{user_line()}: {op.name} cannot be traced: PyTorch does not say what shape it returns on the "
                     "meta device; leave it out of the traced block, or write it in other operations"
