@@ -187,7 +187,13 @@ def test_half_precision_is_what_the_gpu_has(gpu, natively):
 
 @pytest.mark.parametrize(
     "choose",
-    [lambda: torch.cuda.set_device(1), lambda: torch.cuda.device(1).__enter__(), lambda: torch.zeros(2).cuda(1)],
+    [
+        lambda: torch.cuda.set_device(1),
+        lambda: torch.cuda.device(1).__enter__(),
+        lambda: torch.zeros(2).cuda(1),
+        lambda: torch.cuda.memory_allocated(1),
+        lambda: torch.cuda.mem_get_info("cuda:1"),
+    ],
 )
 def test_a_second_gpu_is_refused_at_the_user_s_line(run, choose):
     with pytest.raises((RuntimeError, ValueError), match=r"^test_torch_cuda\.py:\d+|^tests/test_torch_cuda\.py:\d+"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any, Final, Protocol
@@ -105,14 +105,15 @@ def _answers(run: Run, stats: MemoryStats) -> Iterator[tuple[Any, str, Any]]:
         "_can_use_cudnn_attention": lambda params, *_: takes(SDPBackend.CUDNN_ATTENTION, params),
         "_get_accelerator": lambda: torch.device("cuda"),
         "_scatter": lambda tensor, *_: (tensor.to("cuda"),),
-        **_prefixed("_accelerator_", _of_accelerator(run, stats, stream)),
-        **_prefixed("_cuda_", _of_cuda(run, stats)),
+        **{f"_accelerator_{name}": answer for name, answer in _of_accelerator(run, stats, stream).items()},
+        **{f"_cuda_{name}": answer for name, answer in _of_cuda(run, stats).items()},
     }
     yield from ((torch._C, name, answer) for name, answer in in_c.items())
     yield torch.version, "cuda", torch.version.cuda or "13.0"
     yield torch.backends.mps, "is_available", lambda: False
     yield torch.backends.cudnn, "is_available", lambda: True
-    yield torch.backends.cudnn, "version", lambda: 91002  # that of PyTorch 2.9
+    cudnn_version = torch.backends.cudnn.version
+    yield torch.backends.cudnn, "version", lambda: cudnn_version() or 91002  # a CPU build has none
     yield torch.backends.cudnn, "is_acceptable", lambda tensor: False  # by rules, not by handle
     activities = {*torch.autograd.ProfilerActivity.__members__.values()}
     yield torch.autograd.profiler, "_supported_activities", lambda: activities
@@ -145,10 +146,6 @@ def _answers(run: Run, stats: MemoryStats) -> Iterator[tuple[Any, str, Any]]:
         yield owner, name, staticmethod(answer) if name == "__new__" else answer
 
 
-def _prefixed(prefix: str, answers: Mapping[str, Any]) -> dict[str, Any]:
-    return {prefix + name: answer for name, answer in answers.items()}
-
-
 def _of_cuda(run: Run, stats: MemoryStats) -> dict[str, Callable[..., Any]]:
     """`torch._C._cuda_*` (`torch/csrc/cuda/Module.cpp`)."""
 
@@ -174,9 +171,9 @@ def _of_cuda(run: Run, stats: MemoryStats) -> dict[str, Callable[..., Any]]:
         "getCurrentRawStream": lambda device: run.stream,
         "getDefaultStream": lambda device: (0, 0, _CUDA),
         "setStream": set_stream,
-        "memoryStats": lambda device: stats.nested(),
-        "resetPeakMemoryStats": lambda device: stats.reset_peak(),
-        "resetAccumulatedMemoryStats": lambda device: stats.reset_accumulated(),
+        "memoryStats": _of_the_only_one(stats.nested),
+        "resetPeakMemoryStats": _of_the_only_one(stats.reset_peak),
+        "resetAccumulatedMemoryStats": _of_the_only_one(stats.reset_accumulated),
         "emptyCache": stats.empty_cache,
         "clearCublasWorkspaces": lambda: run.remark("the workspaces of the matrix products stay in the trace"),
         "getAllocatorBackend": lambda: "native",
@@ -206,13 +203,13 @@ def _of_accelerator(run: Run, stats: MemoryStats, stream: type) -> dict[str, Cal
         "setStream": set_stream,
         "synchronizeDevice": _nothing,
         "isAllocatorInitialized": lambda: True,
-        "getDeviceStats": lambda device: stats.nested(),
-        "resetPeakStats": lambda device: stats.reset_peak(),
-        "resetAccumulatedStats": lambda device: stats.reset_accumulated(),
+        "getDeviceStats": _of_the_only_one(stats.nested),
+        "resetPeakStats": _of_the_only_one(stats.reset_peak),
+        "resetAccumulatedStats": _of_the_only_one(stats.reset_accumulated),
         "emptyCache": stats.empty_cache,
         "emptyHostCache": _nothing,
         "setAllocatorSettings": lambda settings: run.remark(_NOT_FOLLOWED),
-        "getMemoryInfo": lambda device: stats.free_and_total(),
+        "getMemoryInfo": _of_the_only_one(stats.free_and_total),
     }
 
 
@@ -226,10 +223,18 @@ def _the_only_one(index: int) -> int:
     return min(index, 0)
 
 
+def _of_the_only_one(ask: Callable[[], Any]) -> Callable[[int], Any]:
+    def asked(index: int) -> Any:
+        _the_only_one(index)
+        return ask()
+
+    return asked
+
+
 def _runtime(stats: MemoryStats) -> Any:
     runtime = _quiet("cudaProfilerStart", "cudaProfilerStop", "cudaHostRegister", "cudaHostUnregister")
     runtime.cudaError = SimpleNamespace(success=0)
-    runtime.cudaMemGetInfo = lambda device: stats.free_and_total()
+    runtime.cudaMemGetInfo = _of_the_only_one(stats.free_and_total)
     return runtime
 
 
@@ -304,7 +309,7 @@ class Generator(torch._C.Generator, metaclass=_OfGenerators):
     """A generator that says it is the GPU's; what is drawn with it is drawn on the host."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
-        if torch.device(device).type == "cpu":
+        if torch.device(device).type != "cuda":
             return torch._C.Generator(device)
         return super().__new__(cls, device="cpu")
 
