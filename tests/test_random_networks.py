@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
+from agreement import differences_between
 from hypothesis import assume, event, example, given, reject
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -762,27 +762,6 @@ def _traced_if_it_runs(network: Network) -> Timeline:
         raise
 
 
-def _makers(timeline: Timeline, nbytes: int) -> str:
-    frame = timeline.frame()
-    rows = frame[(frame["action"] == "alloc") & (frame["nbytes"] == nbytes)]
-    counts = rows.groupby(["phase", "op"], observed=True).size()
-    return ", ".join(f"{phase} {op} x{count}" for (phase, op), count in counts.items()) or "none"
-
-
-def _differences(traced: Timeline, measured: Timeline) -> str:
-    """What differs between the two, in words; empty if nothing does."""
-    counts = pd.DataFrame({"traced": traced.allocations(1), "measured": measured.allocations(1)}).fillna(0).astype(int)
-    counts = counts[counts["traced"] != counts["measured"]]
-    lines = []
-    if traced.peak_bytes != measured.peak_bytes:
-        lines.append(f"peak: traced {traced.peak_bytes:,} B, measured {measured.peak_bytes:,} B")
-    for nbytes, row in counts.iterrows():
-        lines.append(f"{nbytes:,} B: {row['traced']} times traced, {row['measured']} times measured")
-        lines.append(f"    traced:   {_makers(traced, nbytes)}")
-        lines.append(f"    measured: {_makers(measured, nbytes)}")
-    return "\n".join(lines)
-
-
 @pytest.mark.filterwarnings("ignore")
 @given(networks)
 @example(Network((Step("checkpoint", 2),)))  # recomputation stops inside the op that saves last
@@ -800,7 +779,7 @@ def test_what_is_traced_is_what_a_real_run_allocates(network: Network) -> None:
     not_covered = traced.info["not_covered"]
     event(f"not covered: {', '.join(not_covered) or 'nothing'}")
     assume(not not_covered)
-    differences = _differences(traced.without("scratch"), real.without("scratch"))
+    differences = differences_between(traced.without("scratch"), real.without("scratch"))
     assert not differences, f"\n{network}\n{differences}"
 
 

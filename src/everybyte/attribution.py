@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from traceback import walk_tb
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -192,6 +193,14 @@ def line_of(error: BaseException) -> str:
 def is_ours(error: BaseException) -> bool:
     """Whether an exception was raised by this library."""
     return [frame for frame, _ in walk_tb(error.__traceback__)][-1].f_code.co_filename.startswith(_OURS)
+
+
+def asking_frame() -> FrameType:
+    """The innermost running frame that does not belong to our machinery, PyTorch's own Python code included."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_MACHINERY) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 @cache

@@ -17,7 +17,7 @@ from torch.autograd.profiler import profile, record_function
 from torch.utils._pytree import tree_leaves
 
 from .attribution import Attribution, storage_of
-from .run import Run
+from .run import Run, empty_caches_of_tensors
 from .timeline import Recorder, Timeline
 
 _MARK: Final = "everybyte:"
@@ -64,6 +64,7 @@ class Measurement(Run):
         if self._timeline is not None:
             raise RuntimeError("this measurement is over; make a new one with everybyte.measure(...)")
         _running.append(self)
+        empty_caches_of_tensors()
         gc.collect()  # what was dropped before dies before, and not as an unknown block of this run
         os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)
         self._exit = ExitStack()

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
+import sys
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -97,3 +102,38 @@ def _host_tensor(data: Any) -> torch.Tensor:
             f"to_device() takes numbers, not an array of {array.dtype}; convert it first, e.g. .astype('float32')"
         )
     return torch.from_numpy(np.require(array, requirements=("C", "W")))
+
+
+def empty_caches_of_tensors() -> None:
+    """Empties the caches of `functools` that hold tensors, so that a run begins as in a process of its own.
+
+    A function that remembers a table of positions, say, would give a real run the traced tensor, and a later one none
+    of its allocations.
+    """
+    for known in _caches(len(sys.modules)):
+        found = known.reference()
+        if found is not None and found.cache_info().misses != known.misses:
+            if _holds_tensor(gc.get_referents(found)):
+                found.cache_clear()
+            known.misses = found.cache_info().misses
+
+
+def _holds_tensor(values: Iterable[Any], depth: int = 2) -> bool:
+    return any(
+        isinstance(value, torch.Tensor)
+        or (depth and isinstance(value, (tuple, list)) and _holds_tensor(value, depth - 1))
+        or (depth and isinstance(value, dict) and _holds_tensor(list(value.values()), depth - 1))
+        for value in values
+    )
+
+
+@dataclass
+class _Cache:
+    reference: weakref.ref[Any]
+    misses: int = 0  # when it was last looked into
+
+
+@lru_cache(maxsize=1)
+def _caches(modules: int) -> list[_Cache]:
+    """All caches there are; looked for anew where modules have been imported, which is what makes them."""
+    return [_Cache(weakref.ref(found)) for found in gc.get_objects() if type(found) is type(_caches)]

@@ -154,6 +154,7 @@ class Surface(TorchFunctionMode):
             tensor.data.__set__: self._set_data,
             tensor.data_ptr: self._data_ptr,
             tensor.backward: self._backward,
+            tensor.new_tensor: self._new_tensor,
             tensor.to: self._to,
             tensor.cpu: lambda func, args, kwargs: self._to(tensor.to, (args[0], _HOST), {}),
         }
@@ -289,11 +290,17 @@ class Surface(TorchFunctionMode):
             return self._make(torch.tensor, (index,), {})
         return index
 
+    def _new_tensor(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        like, *data = args
+        if not like.is_meta:
+            return self._run.call(func, args, kwargs)
+        return self._make(torch.tensor, data, {"dtype": like.dtype, "device": self._rules.device, **kwargs})
+
     def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if kwargs.get("pin_memory") and not self._rules.on_host:
             return self._make(func, args, {"device": _HOST, **kwargs, "pin_memory": False}).pin_memory()
         device = kwargs.get("device")
-        if device is None and not self._rules.on_host and _is_made_for_the_host(sys._getframe(2)):
+        if device is None and not self._rules.on_host and made_for_the_host(sys._getframe(2)):
             device = _HOST
         elif device is None and self._default != self._rules.device:
             device = self._default
@@ -304,7 +311,8 @@ class Surface(TorchFunctionMode):
             self._check_host(device)
             if args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
                 return self._run.copy_to_host(args[0])
-            return func(*args, **{**kwargs, "device": _HOST})
+            with torch._C._DisableTorchDispatch():
+                return func(*args, **{**kwargs, "device": _HOST})
         if func not in _FROM_DATA or (args and isinstance(args[0], torch.Tensor) and args[0].is_meta):
             return self._run.call(func, args, {**kwargs, "device": META})
         if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves(args)):
@@ -369,7 +377,7 @@ def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype
 
 
-def _is_made_for_the_host(frame: Any) -> bool:
+def made_for_the_host(frame: Any) -> bool:
     """Whether a tensor with no device named is one that stays on the host in a real run.
 
     Optimizers count their steps there, and data sets, samplers and collate functions know of no device.

@@ -19,17 +19,17 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 
 from . import gpus, snapshot_file, values, workspace
-from .attribution import Attribution, user_frame, user_line
+from .attribution import Attribution, asking_frame, user_frame, user_line
 from .files import guarded
 from .gpus import GPU
 from .kernels import META, Kernels
 from .memory_stats import MemoryStats
 from .rules import RULES, Rules, engine
 from .rules.autocast import Autocast
-from .run import Run
+from .run import Run, empty_caches_of_tensors
 from .scalars import Scalars
 from .storages import Storages
-from .surface import shown_to
+from .surface import made_for_the_host, shown_to
 from .timeline import Timeline
 from .torch_cuda import believable
 from .values import UNKNOWN, DataDependentShape, KnownValues, UnknownRead
@@ -43,6 +43,8 @@ _ACROSS: Final = frozenset(
     {_COPY, aten._to_copy.default, _INDEX, aten._index_put_impl_.default, aten.index_put_.default}
 )
 """Ops that take a tensor from the host beside the device's own: copies, and indices (`ATen/native/IndexingUtils.h`)."""
+_EMPTY: Final = aten.empty.memory_format
+_LIFT: Final = aten.lift_fresh.default
 _ACCUMULATE_GRAD: Final = torch._C._functions.AccumulateGrad
 _current_node = torch._C._current_autograd_node
 
@@ -162,6 +164,7 @@ class Trace(Run):
         if self._timeline is not None:
             raise RuntimeError("this trace is over; make a new one with everybyte.trace(...)")
         engine.unshared()
+        empty_caches_of_tensors()
         with ExitStack() as stack:
             stack.callback(_set_active, None)
             gc.freeze()  # many small objects make collections frequent: leave out of them what was there before
@@ -191,6 +194,7 @@ class Trace(Run):
         self._label_gradients()
         self._timeline = self.timeline
         self._storages = Storages(forget=self._known.forget)  # what dies from here on is no event of this run
+        empty_caches_of_tensors()
 
     @property
     def timeline(self) -> Timeline:
@@ -282,6 +286,8 @@ class Trace(Run):
             if real is not None:
                 return function(real.detach())
             zeros = function(_zeros(tensor))
+        if function is torch.Tensor.item and (passing := self._passes_check("item")) is not None:
+            return type(zeros)(passing)
         line = self._unknown_read(function.__name__, tensor)
         if not tensor.is_floating_point() and values.counts_loop(*user_frame()):
             self._decided(line)
@@ -332,6 +338,13 @@ class Trace(Run):
         if op.may_take_over and self._writes.takes_over(func, args, node, caller, from_python):
             self._record_scratch(func, op, args, kwargs, node)
             return args[0]
+        if func in (_EMPTY, _LIFT) and not self._calls and (
+            self._rules.on_host or not made_for_the_host(asking_frame())
+        ):
+            if func is _EMPTY:  # torch.Tensor(2, 3), which has no Python face
+                kwargs = {**kwargs, "device": META}
+            elif args[0].untyped_storage().resizable():  # torch.Tensor([1.0, 2.0]); not torch.from_numpy(...)
+                return self.adopt(args[0], "tensor")
         self._note_phase(node)
         if node is not None and node.name() in engine.NOT_REPRODUCED:
             self.not_covered.add(node.name())
@@ -348,7 +361,8 @@ class Trace(Run):
             self._known.remember(args[2], _zeros(args[2]))  # the step before was taken: it found no infinity
         if from_python:
             self._make_scalars(op, args)
-        real = self._known.follow(func, args, kwargs) if self._known.covers(tensors) else UNKNOWN
+        known = self._known.covers(tensors)
+        real = self._known.follow(func, args, kwargs) if known and (op.mutates or op.data_dependent) else UNKNOWN
         try:
             out = self._kernels(func, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
@@ -361,6 +375,8 @@ class Trace(Run):
                 ) from None
             else:
                 raise
+        if known and not (op.mutates or op.data_dependent) and all(map(values.is_small, _tensors((out,), {}))):
+            real = self._known.follow(func, args, kwargs)
         self._made = []
         if not op.aliases:
             for made in _tensors(out if isinstance(out, (tuple, list)) else (out,), {}):
@@ -481,7 +497,7 @@ class Trace(Run):
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             copy = torch.empty_like(real, device=META)
             likeness = torch.empty_strided(copy.size(), copy.stride(), dtype=copy.dtype, device=META)
-            if not real.is_meta:
+            if not real.is_meta and values.is_small(copy):
                 self._remember(likeness, real.detach().clone(memory_format=torch.preserve_format))
             return likeness
 
@@ -498,10 +514,20 @@ class Trace(Run):
             if real is not None:
                 return real.item()
             zero = torch.zeros((), dtype=tensor.dtype, device="cpu").item()
+        if (passing := self._passes_check("item")) is not None:
+            return type(zero)(passing)
         self.unknown_reads.append(UnknownRead(user_line(), "item"))
         if tensor.dtype == torch.bool or values.decides_branch(*user_frame()):
             self._decided(user_line())
         return zero
+
+    def _passes_check(self, op: str) -> bool | None:
+        """The truth value that the code asks for and that lets it go on, if the other one makes it raise; recorded."""
+        frame = asking_frame()
+        passing = values.passes_check(frame.f_code, frame.f_lasti)
+        if passing is not None:
+            self.unknown_reads.append(UnknownRead(user_line(), op))
+        return passing
 
     def _decided(self, line: str) -> None:
         if line not in self.conditional:
@@ -518,6 +544,8 @@ class Trace(Run):
         if func is _INDEX and (positions := self._known.positions(args[1])) is not None:
             return func(args[0], [at if at is None or at.is_meta else self._likeness(at) for at in positions])
         if not any("Tensor" in str(returned.type) for returned in func._schema.returns):
+            if (passing := self._passes_check(_describe(func).name)) is not None:
+                return passing
             self.unknown_reads.append(UnknownRead(user_line(), _describe(func).name))
             self._decided(user_line())
             return False

@@ -1,17 +1,20 @@
 """Values during a trace: the few that are known stay known, the rest is unknown and said to be.
 
 Tracing computes nothing, but training code counts its steps, makes small index tensors and asks for their items. So a
-small storage whose content follows from constants keeps a real twin, on which the same ops are run. Whatever touches a
-value that nobody knows (a weight, a loss) is unknown; asking for such a value gives the type's zero and is recorded.
+small storage whose content follows from constants keeps a real twin, on which the same ops are run, and one of whole
+numbers or truth values (tokens, positions, masks) may be larger. Whatever touches a value that nobody knows (a weight,
+a loss) is unknown; asking for such a value gives the type's zero and is recorded.
 """
 
 from __future__ import annotations
 
 import ast
+import dis
 import linecache
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
+from types import CodeType
 from typing import Any, Final
 
 import torch
@@ -19,6 +22,9 @@ from torch.utils._pytree import tree_map
 
 LIMIT: Final = 4096
 """Storages of at most this many bytes keep their values."""
+
+WHOLE_LIMIT: Final = 2**20
+"""The same where they hold whole numbers or truth values: 512 sequences of 256 tokens."""
 
 UNKNOWN: Final = object()
 """The result of an op whose result nobody knows."""
@@ -120,7 +126,7 @@ class KnownValues:
     def remember(self, traced: torch.Tensor, real: torch.Tensor) -> None:
         """Says what a traced storage holds, if it is small and arranged as the real one."""
         same = traced.stride() == real.stride() and traced.dtype == real.dtype
-        if same and real.untyped_storage().nbytes() <= LIMIT:
+        if same and is_small(real):
             self._twins[traced.untyped_storage()._cdata] = real.untyped_storage()
 
     def twin(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -160,7 +166,7 @@ class KnownValues:
         """Runs an op on the twins of its arguments, all of which `covers` says are known.
 
         Returns:
-            The real result, or `UNKNOWN` if it does not follow from the arguments or is too large to keep.
+            The real result, or `UNKNOWN` if it does not follow from the arguments.
         """
         name = func._schema.name.split("::")[1]
         dtype = kwargs.get("dtype")
@@ -168,8 +174,6 @@ class KnownValues:
         if name in _UNINITIALISED and not integral:
             return UNKNOWN
         if torch.Tag.nondeterministic_seeded in func.tags and name not in _DRAWN:
-            return UNKNOWN
-        if _numel(args) > LIMIT:
             return UNKNOWN
 
         def real(leaf: Any) -> Any:
@@ -183,10 +187,10 @@ class KnownValues:
             return UNKNOWN
 
 
-def _numel(args: Any) -> int:
-    """A bound on the number of elements that a factory makes, from the whole numbers among its arguments."""
-    sizes = [arg for arg in args if isinstance(arg, (list, tuple))] or [args]
-    return max(math.prod(max(1, abs(n)) for n in size if isinstance(n, int)) for size in sizes)
+def is_small(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's storage is small enough to keep its values."""
+    fractional = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.untyped_storage().nbytes() <= (LIMIT if fractional else WHOLE_LIMIT)
 
 
 def decides_branch(filename: str, lineno: int) -> bool:
@@ -211,6 +215,38 @@ def decides_branch(filename: str, lineno: int) -> bool:
 def counts_loop(filename: str, lineno: int) -> bool:
     """As `decides_branch`, of `range` alone: it asks a stand-in for nothing, which then cannot tell either."""
     return _is_used(filename, lineno, _ranges)
+
+
+@cache
+def passes_check(code: CodeType, at: int) -> bool | None:
+    """The truth value that a check lets pass, `if not mask.all(): raise ...` for one: a real run that goes on had it.
+
+    Args:
+        code, at: What runs, and the place of the instruction in it that asks for the value.
+
+    Returns:
+        None if the value does not decide at once whether the code raises.
+    """
+    steps = [step for step in dis.get_instructions(code) if step.opname != "TO_BOOL"]
+    index = {step.offset: i for i, step in enumerate(steps)}
+    asks = next((i for i, step in enumerate(steps) if step.offset >= at), len(steps) - 1)
+    if steps[asks].opname.startswith("CALL"):  # `.item()`: what follows asks
+        asks += 1
+    if "JUMP" not in steps[asks].opname or "_IF_" not in steps[asks].opname or "NONE" in steps[asks].opname:
+        return None
+    raises = [False] * (len(steps) + 1)  # whether every way from here ends in a `raise`; a way back does not
+    for i in reversed(range(asks, len(steps))):
+        name, ways = steps[i].opname, []
+        if "JUMP" in name or name == "FOR_ITER":
+            jumped = index.get(steps[i].argval, 0)
+            ways.append(jumped > i and raises[jumped])
+        if "JUMP" not in name or "_IF_" in name:
+            ways.append(raises[i + 1])
+        raises[i] = "RAISE" in name or (all(ways) and not any(end in name for end in ("RETURN", "YIELD")))
+    jumped = raises[index[steps[asks].argval]]
+    if jumped == raises[asks + 1]:
+        return None
+    return jumped != ("IF_TRUE" in steps[asks].opname)
 
 
 def _ranges(node: ast.AST) -> list[ast.AST]:

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any, Final
 
 import torch
+from torch._prims_common import suggest_memory_format
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
@@ -257,6 +258,24 @@ for _function, _cell in ((torch.gru, _gru_cell), (torch.rnn_tanh, _tanh_cell), (
     _recurrent(_function, _cell)
 
 
+# -- convolution -------------------------------------------------------------------------------------------------------
+
+
+@stating(KERNELS, aten.convolution.default)
+def convolution(input: Any, weight: Any, *rest: Any) -> Any:
+    """Channels last if input or weight is (`ATen/native/Convolution.cpp`, `determine_backend_memory_format`)."""
+    out = aten.convolution.default(input, weight, *rest)
+    formats = {suggest_memory_format(tensor) for tensor in (input, weight)} - {torch.contiguous_format}
+    return out.to(memory_format=formats.pop()) if formats else out
+
+
+@stating(KERNELS, aten.im2col.default, aten.col2im.default)
+def unfolded(input: Any, *rest: Any) -> Any:
+    """In a storage that was made for the input (`ATen/native/Im2Col.cpp`, `Col2Im.cpp`, and those for CUDA)."""
+    out = (aten.im2col if len(rest) == 4 else aten.col2im).default(input, *rest)
+    return input.new_empty(input.shape).resize_(out.shape)
+
+
 # -- kernels whose outputs differ --------------------------------------------------------------------------------------
 
 
@@ -274,7 +293,7 @@ def native_batch_norm(input: Any, weight: Any, bias: Any, mean: Any, var: Any, t
     kept = input.shape[1] if training else 0
     mixed = any(t is not None and t.dtype != input.dtype for t in (weight, bias, mean, var))
     statistics = [input.new_empty(kept, dtype=torch.float32 if mixed else input.dtype) for _ in range(2)]
-    return torch.empty_like(input, memory_format=_suggested_format(input)), *statistics
+    return torch.empty_like(input, memory_format=_format_of_batch_norm(input)), *statistics
 
 
 @stating(KERNELS, aten.native_group_norm.default)
@@ -283,7 +302,7 @@ def native_group_norm(input: Any, weight: Any, bias: Any, n: int, c: int, inner:
     like = weight if weight is not None else bias
     dtype = torch.float32 if like is not None and like.dtype != input.dtype else input.dtype
     statistics = [input.new_empty((n, groups), dtype=dtype) for _ in range(2)]
-    return torch.empty_like(input, memory_format=_suggested_format(input)), *statistics
+    return torch.empty_like(input, memory_format=suggest_memory_format(input)), *statistics
 
 
 @stating(KERNELS, aten.native_group_norm_backward.default)
@@ -291,7 +310,7 @@ def native_group_norm_backward(gradient: Any, input: Any, mean: Any, rstd: Any, 
     """Each in its own dtype, the weight's and the bias's in the weight's: `ATen/native/group_norm.cpp`."""
     _, channels, _, _, needed = rest
     like = weight if weight is not None else input
-    d_input = torch.empty_like(input, memory_format=_suggested_format(input)) if needed[0] else None
+    d_input = torch.empty_like(input, memory_format=suggest_memory_format(input)) if needed[0] else None
     return d_input, *(like.new_empty(channels) if asked else None for asked in needed[1:])
 
 
@@ -333,17 +352,13 @@ def native_batch_norm_backward(gradient: Any, input: Any, *rest: Any) -> Any:
     d_input, d_weight, d_bias = aten.native_batch_norm_backward.default(gradient, input, *rest)
     d_input = None
     if rest[-1][0]:
-        d_input = torch.empty_like(input, memory_format=_suggested_format(input))
+        d_input = torch.empty_like(input, memory_format=_format_of_batch_norm(input))
     return d_input, d_weight, d_bias
 
 
-def _suggested_format(tensor: Any) -> torch.memory_format:
-    """Channels last where the tensor is, else contiguous (`c10/core/TensorImpl.h`, `suggest_memory_format`)."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    last = formats.get(tensor.dim())
-    if last is not None and tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous():
-        return last
-    return torch.contiguous_format
+def _format_of_batch_norm(input: Any) -> torch.memory_format:
+    """Contiguous where the input is that, too (`ATen/native/Normalization.cpp`, `suggest_memory_format_contig`)."""
+    return torch.contiguous_format if input.is_contiguous() else suggest_memory_format(input)
 
 
 @stating(KERNELS, aten.binary_cross_entropy.default)

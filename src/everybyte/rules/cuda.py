@@ -224,6 +224,17 @@ LEFT_OUT |= dict.fromkeys(
 )
 
 
+# -- convolution -------------------------------------------------------------------------------------------------------
+
+
+@stating(KERNELS, aten.convolution.default)
+def convolution(input: Any, weight: Any, *rest: Any) -> Any:
+    """As on the host, but contiguous in double precision (`ConvUtils.h`, `cudnn_conv_suggest_memory_format`)."""
+    if torch.float64 in (input.dtype, weight.dtype):
+        return aten.convolution.default(input, weight, *rest)
+    return cpu.convolution(input, weight, *rest)
+
+
 # -- softmax and losses ------------------------------------------------------------------------------------------------
 
 
@@ -275,10 +286,11 @@ _NOT_OF_A_DEVICE: Final = (
     *(aten.mse_loss.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default),
     *(aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default),
     *(aten.binary_cross_entropy.default, aten.binary_cross_entropy_backward.default),
+    *(aten.im2col.default, aten.col2im.default),
     *cpu.FUSED_STEPS,
 )
 """Ops whose rule for the CPU follows code that all devices share (`SoftMax.cpp`, `Pow.cpp`, `Loss.cpp`), and the binary
-cross-entropy, of which `ATen/native/cuda/Loss.cu` says the same."""
+cross-entropy and unfolding, of which `ATen/native/cuda/Loss.cu`, `Im2Col.cu` and `Col2Im.cu` say the same."""
 
 KERNELS |= {op: cpu.KERNELS[op] for op in _NOT_OF_A_DEVICE}
 FUNCTIONS[torch._C._nn.mish] = cpu.mish  # one kernel on every device, `ATen/native/Activation.cpp`

@@ -120,13 +120,12 @@ NOT_REPRODUCED: Final = _nodes(
 """Nodes for which PyTorch takes another algorithm under a dispatch mode, not only another variant of the same op."""
 
 
-def _keeps_shape(args: tuple[Any, ...]) -> bool:
-    """Whether the result has argument 0's shape, so that it can be written there."""
-    others = [arg.shape for arg in args[1:] if isinstance(arg, torch.Tensor) and arg.dtype != torch.int64]
-    try:
-        return torch.broadcast_shapes(args[0].shape, *others) == args[0].shape
-    except RuntimeError:
-        return True  # sources and indices of scattering have shapes of their own
+def _keeps_shape(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether the result has argument 0's shape, so that it can be written there; what scatters always has."""
+    if torch.Tag.pointwise not in func.tags:
+        return True
+    others = [arg.shape for arg in args[1:] if isinstance(arg, torch.Tensor)]
+    return torch.broadcast_shapes(args[0].shape, *others) == args[0].shape
 
 
 WRITES: Final = frozenset({ENGINE_SUM, *IN_PLACE})
@@ -165,7 +164,7 @@ class Writes:
         """
         if func is not ENGINE_SUM:
             in_place = node is not None and node.name() in IN_PLACE[func]
-            return in_place and holders(args[0])[1] == unshared()[1] and _keeps_shape(args)
+            return in_place and holders(args[0])[1] == unshared()[1] and _keeps_shape(func, args)
         if node is None or caller in COMPOSITES:
             return caller in COMPOSITES and holders(args[0]) == unshared()
         if from_python:

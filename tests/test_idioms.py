@@ -1,0 +1,223 @@
+"""Idioms of models that nobody here wrote, each in a few lines: traced as they run."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from agreement import assert_agree
+from torch import nn
+from torch.nn import functional as F
+
+import everybyte as eb
+
+RULES = ["cpu", "cuda"]
+
+
+def rows(*shape):
+    return np.ones(shape, "float32")
+
+
+# -- tensors made by old names -----------------------------------------------------------------------------------------
+
+
+class OldNames(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.Tensor(8, 8).normal_())
+        self.bias = nn.Parameter(torch.FloatTensor(8).uniform_())
+        self.gain = nn.Parameter(torch.Tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]))
+        self.register_buffer("places", torch.LongTensor([0, 1, 2]))
+        self.register_buffer("counts", torch.LongTensor(3).fill_(1))
+
+    def forward(self, x):
+        assert self.places.sum().item() == 3 and self.counts.sum().item() == 3
+        assert x.new_tensor([1, 2]).sum().item() == 3
+        return ((x @ self.weight + self.bias) * self.gain + x.new(8).zero_())[self.places]
+
+
+def test_tensors_made_by_their_class_live_on_the_device():
+    def body(run):
+        model, x = OldNames(), run.to_device(rows(4, 8))
+        for _ in run.steps(2):
+            model(x).sum().backward()
+
+    assert_agree(body)
+    with eb.trace(rules="cuda") as run:
+        body(run)
+    assert run.timeline.by("category")["nbytes"]["parameter"] == 4 * (8 * 8 + 8 + 8)
+
+
+def test_data_sets_that_make_tensors_by_their_class_stay_on_the_host():
+    class Data(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, i):
+            return torch.Tensor([i]), torch.FloatTensor(3).fill_(2)
+
+    with eb.trace(rules="cuda") as run:
+        for batch in torch.utils.data.DataLoader(Data(), batch_size=2):
+            assert all(tensor.is_cpu for tensor in batch)
+        assert torch.empty(3, device="cpu").is_cpu and torch.from_numpy(rows(3)).is_cpu
+    assert len(run.timeline) == 0
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("padding", [0, 7])
+def test_a_mask_of_a_large_batch_decides_its_branch(rules, padding):
+    mask = np.ones((16, 1024), "int64")
+    mask[0, 1024 - padding :] = 0
+    with eb.trace(rules=rules) as run:
+        given = run.to_device(mask)[:, None, None, :].bool()
+        assert bool(given.all()) == (padding == 0)
+        assert given.logical_not().sum().item() == padding
+    assert run.conditional == [] and run.unknown_reads == []
+
+
+def if_not_all(x):
+    if not (x > 0).all():
+        raise ValueError("a value is not positive")
+
+
+def if_any(x):
+    if (x < 0).any() or torch.isnan(x).any():
+        raise ValueError("a value is negative" if x.dim() else "it is negative")
+
+
+def if_else(x):
+    fine = (x > 0).all()
+    if fine:
+        return
+    else:
+        raise ValueError("a value is not positive")
+
+
+def if_item(x):
+    if not (x > 0).all().item():
+        raise ValueError("a value is not positive")
+
+
+def if_alike(x):
+    if not torch.allclose(x, 2 * x):
+        raise ValueError("they differ")
+
+
+def asserted(x):
+    assert (x > 0).all(), f"{x.shape}"
+
+
+CHECKS = [if_not_all, if_any, if_else, if_item, if_alike, asserted, lambda x: torch.distributions.Normal(x, x.exp())]
+
+
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("check", CHECKS)
+def test_a_check_on_unknown_values_passes_as_in_a_run_that_goes_on(rules, check):
+    with eb.trace(rules=rules) as run:
+        check(torch.randn(4, 4))
+    assert run.unknown_reads and run.conditional == []
+
+
+def test_a_branch_that_raises_nothing_still_makes_the_trace_conditional():
+    with eb.trace() as run:
+        x = torch.randn(4, 4)
+        if (x < 0).any():
+            x = 2 * x
+    assert len(run.conditional) == 1
+
+
+# -- functions that remember their results -----------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4)
+def positions(n):
+    return torch.arange(n).float()
+
+
+@functools.cache
+def zeros_and_number(n):
+    return torch.zeros(n), n
+
+
+def test_a_remembered_tensor_is_made_by_each_run_and_reaches_no_other():
+    def body(run):
+        model, x = nn.Linear(8, 8), run.to_device(rows(4, 8))
+        for _ in run.steps(2):
+            (model(x) + positions(8) + zeros_and_number(8)[0]).sum().backward()
+
+    assert_agree(body)
+    assert_agree(body)
+    with eb.trace() as run:
+        body(run)
+    assert positions(8).tolist() == list(range(8))
+
+
+# -- layouts -----------------------------------------------------------------------------------------------------------
+
+
+class ChannelsLast(nn.Module):
+    """Tokens as an image and back, as vision transformers with convolutions do."""
+
+    def __init__(self):
+        super().__init__()
+        self.into, self.out = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.depthwise = nn.Conv2d(16, 16, 3, padding=1, groups=16)
+        self.norm = nn.BatchNorm2d(16)
+        self.pooled = nn.Conv2d(16, 16, 1)
+
+    def forward(self, x):
+        b, s, _ = x.shape
+        image = self.into(x).transpose(1, 2).reshape(b, 16, int(s**0.5), -1)
+        image = self.norm(self.depthwise(image))
+        image = image * self.pooled(F.adaptive_avg_pool2d(image, 1)).sigmoid()
+        return self.out(image.flatten(2).transpose(1, 2))
+
+
+@pytest.mark.parametrize("last", ["input", "weights", "neither"])
+def test_convolutions_are_channels_last_where_input_or_weight_is(last):
+    def body(run):
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.ConvTranspose2d(8, 4, 2))
+        x = run.to_device(rows(2, 3, 8, 8))
+        if last == "input":
+            x = x.to(memory_format=torch.channels_last)
+        if last == "weights":
+            model = model.to(memory_format=torch.channels_last)
+        for _ in run.steps(2):
+            model(x).permute(0, 2, 3, 1).reshape(-1, 4).sum().backward()
+
+    assert_agree(body)
+
+
+def test_tokens_as_an_image_and_back_are_not_copied():
+    def body(run):
+        model, x = ChannelsLast(), run.to_device(rows(2, 16, 8))
+        for _ in run.steps(2):
+            model(x).sum().backward()
+
+    assert_agree(body)
+
+
+@pytest.mark.parametrize("stride", [1, 4])
+def test_unfolding_keeps_the_storage_that_was_made_for_its_input(stride):
+    def body(run):
+        mix, x = nn.Conv2d(4, 4, 1), run.to_device(rows(2, 4, 16, 16))
+        for _ in run.steps(1):
+            columns = F.unfold(mix(x), 3, padding=1, stride=stride)
+            F.fold(2 * columns, (16, 16), 3, padding=1, stride=stride).sum().backward()
+
+    assert_agree(body)
+
+
+def test_an_indexed_bias_shared_by_a_batch_gathers_its_gradient_in_place():
+    def body(run):
+        table, places = nn.Parameter(torch.zeros(4, 9)), run.to_device(np.arange(64).reshape(8, 8) % 9)
+        x = run.to_device(rows(2, 4, 8, 8))
+        for _ in run.steps(1):
+            (x * table[:, places]).sum().backward()
+
+    assert_agree(body)
