@@ -18,10 +18,10 @@ export PYDEVD_DISABLE_FILE_VALIDATION := 1
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup book html test refresh train serve clean
+.PHONY: help setup book html test refresh train recordings serve clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "  PYTHON=python3.12 chooses the interpreter that .venv is made from; PORT=8080 where 'serve' listens,"
 	@echo "  JOBS=4 how many tests run at a time."
@@ -64,6 +64,9 @@ refresh: $(INSTALLED)  ## re-execute the notebooks and store their outputs: the 
 
 train: $(INSTALLED)  ## train the narrow model on the full file (long) and store the results
 	@$(BIN)/python -m everybyte.training
+
+recordings: $(INSTALLED)  ## compare the public recordings in EVERYBYTE_SNAPSHOTS anew and store the outcome
+	@$(BIN)/python -m everybyte.recorded $${EVERYBYTE_SNAPSHOTS:?names no folder with the six files; the chapter Against real GPUs says where they are}
 
 serve: $(INSTALLED)  ## serve _build/html on this machine, rendering it first if it is missing
 	@test -f _build/html/index.html || $(PRESS) render
