@@ -380,6 +380,19 @@ def test_lists_that_repeat_one_entry_without_end_are_refused(tmp_path):
     refused(dump(tmp_path, {"segments": [segment] * 10**5}), "more entries than bytes")
 
 
+def test_memory_mapped_in_many_pieces_costs_no_more_than_its_entries(tmp_path):
+    pieces = [{"addr": 100 * MiB * i, "size": 20 * MiB, "stream": 0} for i in range(1, 10_001)]
+    segments = [
+        {"address": piece["addr"], "total_size": piece["size"], "stream": 0, "segment_type": "large"}
+        | {"is_expandable": True, "blocks": [{"size": piece["size"], "state": "inactive"}]}
+        for piece in pieces
+    ]
+    data = {"segments": segments, "device_traces": [[{"action": "segment_map", **piece} for piece in pieces]]}
+    started = time.perf_counter()
+    assert eb.Snapshot.read(dump(tmp_path, data)).compare().recorded.peak_reserved == 10_000 * 20 * MiB
+    assert time.perf_counter() - started < 60  # looking at all pieces for each takes several minutes
+
+
 def test_blocks_that_do_not_fill_their_segment_and_segments_that_overlap_are_refused(tmp_path):
     short, twice = plain(), plain()
     short["segments"][0]["total_size"] += 512

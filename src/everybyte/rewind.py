@@ -55,7 +55,7 @@ class Slack:
     requested: int
     end: int
     limit: int
-    possible: list[int] = field(repr=False)
+    possible: Sequence[int] = field(repr=False)
     last_event: int = -1
 
     @property
@@ -72,7 +72,8 @@ class Slack:
             for slack in self.possible
             if not (size, 0) <= (self.limit - self.end - slack, self.end + slack) < (free, address)
         ]
-        self.possible = rest or self.possible
+        if 0 < len(rest) < len(self.possible):
+            self.possible = rest
 
 
 @dataclass(frozen=True)
@@ -156,17 +157,17 @@ class _Backwards:
     def _map(self, segment: Segment, *, mapped: bool) -> None:
         key, start, end = _key(segment), segment.address, segment.address + segment.size
         self.lowest[key] = min(start, self.lowest.get(key, start))
-        ranges = []
-        for left, right in self.mapped.get(key, []):
-            if mapped and left <= end and right >= start:  # they touch: one range
-                start, end = min(start, left), max(end, right)
-            elif mapped:
-                ranges.append((left, right))
-            else:
-                ranges += [
-                    piece for piece in ((left, min(right, start)), (max(left, end), right)) if piece[0] < piece[1]
-                ]
-        self.mapped[key] = sorted([*ranges, (start, end)] if mapped else ranges)
+        ranges = self.mapped.setdefault(key, [])  # apart from one another, by address
+        first = bisect_left(ranges, start, key=lambda range_: range_[1])
+        last = bisect_right(ranges, end, key=lambda range_: range_[0])
+        touched = ranges[first:last]
+        if mapped:
+            lefts, rights = zip((start, end), *touched, strict=True)
+            pieces = [(min(lefts), max(rights))]
+        else:
+            pieces = [(left, min(right, start)) for left, right in touched]
+            pieces += [(max(left, end), right) for left, right in touched]
+        ranges[first:last] = sorted(piece for piece in pieces if piece[0] < piece[1])
         if not self.mapped[key]:
             del self.lowest[key]  # the address space was given back: what was mapped before lay in another
 
@@ -210,7 +211,7 @@ def _blocks_at_start(back: _Backwards, rules: DeviceAllocator) -> tuple[list[Seg
                     size = limit - address
                 elif not (segment.small or segment.expandable or rules.expandable_segments):
                     most = min(SMALL_SIZE, limit - address - size - SMALL_SIZE - MIN_BLOCK)
-                    possible = list(range(0, most + 1, MIN_BLOCK)) or [0]
+                    possible = range(0, most + 1, MIN_BLOCK) or [0]
                     slacks[address] = Slack(address, block.requested, address + size, limit, possible)
                 block = block._replace(size=size)
             at = address + block.size

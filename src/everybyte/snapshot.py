@@ -335,14 +335,14 @@ class _Run:
         self.note_fullest(-1, rounded)
         series = [(model.allocated, rounded, model.requested, model.reserved)]
         reserved, returned = recording.reserved.tolist(), 0
+        requests = _next_requests(events)
         for i, event in enumerate(events):
             action, address, size, stream = event[:4]
             if action in RETURNS:
                 if i >= returned:  # the first of a row of them
                     others = (j for j in range(i, len(events)) if events[j].action not in RETURNS)
                     returned = next(others, len(events))
-                    rest = (events[j] for j in range(returned, len(events)))
-                    self.give_back(events[i:returned], next((e for e in rest if e.action in ("alloc", "oom")), None))
+                    self.give_back(events[i:returned], requests[i])
                 continue
             if action in TAKES:
                 self.new_segments.append(address)
@@ -402,6 +402,15 @@ class _Run:
         self.unpredicted += len(addresses)
         for block in filter(None, [cached.pop(address, None) for address in addresses]):
             self.model.release_block(block)
+
+
+def _next_requests(events: Sequence[Event]) -> list[Event | None]:
+    """For each event the next one that asks for memory."""
+    found, following = [], None
+    for event in reversed(events):
+        following = event if event.action in ("alloc", "oom") else following
+        found.append(following)
+    return found[::-1]
 
 
 def _figures(
