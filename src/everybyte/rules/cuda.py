@@ -9,6 +9,7 @@ allocates for itself, and `LEFT_OUT`, what is known to be allocated and not deri
 from __future__ import annotations
 
 import math
+from itertools import zip_longest
 from typing import Any, Final
 
 import torch
@@ -312,16 +313,19 @@ def one_hot(input: Any, num_classes: int = -1) -> Any:
 def index_put_scratch(self: Any, indices: Any, values: Any, accumulate: bool = False, *rest: Any) -> list[int]:
     """Where values are summed up: the places as single numbers, sorted, beside their numbers before and after.
 
-    `ATen/native/cuda/Indexing.cu`, `computeLinearIndex` and `index_put_with_sort_kernel`.
+    `ATen/native/cuda/Indexing.cu`, `computeLinearIndex` and `index_put_with_sort_kernel`, which reads one value after
+    another: of values with gaps or repeated ones there is a copy.
     """
     given = [index for index in indices if index is not None]
     if not accumulate or not self.numel() or any(index.dtype != torch.int64 for index in given):
         return []
     n = math.prod(torch.broadcast_shapes(*(index.shape for index in given)))
     sort = cuda_sort.radix_sort_pairs(n, 8, cuda_sort.bits_of((self.numel() - 1) // _slice(self, indices))) if n else 0
+    each = math.prod(size for size, index in zip_longest(self.shape, indices) if index is None)
+    copied = [n * each * self.element_size()] if not values.is_contiguous() or values.numel() < n * each else []
     n *= 8
     wrapped_and_scaled = [n, n, -n]
-    return [*wrapped_and_scaled, *(len(given) - 1) * [*wrapped_and_scaled, -n], n, n, n, sort, -sort]
+    return [*wrapped_and_scaled, *(len(given) - 1) * [*wrapped_and_scaled, -n], *copied, n, n, n, sort, -sort]
 
 
 def _slice(self: Any, indices: Any) -> int:
