@@ -8,6 +8,7 @@ import sys
 import threading
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -415,9 +416,18 @@ def test_a_training_run_resumes_from_its_checkpoint_on_the_gpu():
 def test_saving_a_traced_tensor_is_refused_before_an_older_file_is_touched(tmp_path, rules):
     path = tmp_path / "checkpoint.pt"
     path.write_bytes(b"precious")
-    with eb.trace(rules=rules), pytest.raises(NotImplementedError, match=r"test_torch_cuda.py:\d+: .*torch.save"):
+    with eb.trace(rules=rules), pytest.raises(NotImplementedError, match=r"test_torch_cuda.py:\d+: .*leave out saving"):
         torch.save(nn.Linear(2, 2).state_dict(), path)
     assert path.read_bytes() == b"precious"
+
+
+def test_safetensors_writes_no_traced_tensor_either(monkeypatch):
+    safetensors = SimpleNamespace(_flatten=lambda tensors: tensors)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", safetensors)
+    with eb.trace(rules="cuda"):
+        assert safetensors._flatten({"host": on_host(2)})["host"].is_cpu
+        with pytest.raises(NotImplementedError, match="leave out saving"):
+            safetensors._flatten({"weight": torch.ones(2)})
 
 
 # -- moves -------------------------------------------------------------------------------------------------------------
@@ -432,13 +442,16 @@ def test_a_model_that_moves_keeps_its_ties_and_its_optimizer():
         model.to("cuda")
         assert model[0].weight is model[1].weight is optimizer.param_groups[0]["params"][0]
         assert model[0].weight.is_cuda and model[0].weight.requires_grad
+        storages = [layer.weight.untyped_storage().data_ptr() for layer in (*model, nn.Linear(2, 2))]
+        assert storages[0] == storages[1] != storages[2]
+        del storages
         model.half()
         model.cpu()
         assert model[0].weight is model[1].weight and model[0].weight.is_cpu
         model.cuda()
         assert model[0].weight is model[1].weight
     moved = run.timeline.frame().query("action == 'alloc'")["nbytes"].tolist()
-    assert moved == [4 * 64, 2 * 64, 2 * 64]
+    assert moved == [4 * 64, 4 * 4, 4 * 2, 2 * 64, 2 * 64]  # of the other layer, 4 * 4 and 4 * 2
 
 
 def test_one_of_one_gpu_is_where_a_data_parallel_model_runs(run):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, Final, Protocol
 from unittest import mock
 
 import torch
 
 from .attribution import user_line
+
+_FLATTEN: Final = ("_flatten", "_flatten_as_ptr")  # what safetensors calls first, in one version or another
 
 
 class Counter(Protocol):
@@ -24,25 +27,46 @@ class Counter(Protocol):
 @contextmanager
 def guarded(run: Counter, device: torch.device) -> Iterator[None]:
     """Lets `torch.load` put on the traced device what belongs there; nothing writes a traced tensor to a file."""
-    with (
-        mock.patch.object(torch.Tensor, "__reduce_ex__", _pickling(torch.Tensor.__reduce_ex__)),
-        mock.patch.object(torch, "save", _saving(torch.save)),
-        mock.patch.object(torch, "load", _loading(run, torch.load) if device.type != "cpu" else torch.load),
-    ):
+    safetensors = sys.modules.get("safetensors.torch")
+    with ExitStack() as stack:
+        for owner, name, function in (
+            (torch.Tensor, "__reduce_ex__", _pickling(torch.Tensor.__reduce_ex__)),
+            (torch, "save", _saving(torch.save)),
+            (torch, "load", _loading(run, torch.load) if device.type != "cpu" else torch.load),
+            *((safetensors, name, _flattening(getattr(safetensors, name, None))) for name in _FLATTEN if safetensors),
+        ):
+            if hasattr(owner, name):
+                stack.enter_context(mock.patch.object(owner, name, function))
         yield
 
 
 def _pickling(reduce: Callable[..., Any]) -> Callable[..., Any]:
     def reduced(tensor: torch.Tensor, protocol: int) -> Any:
-        with torch._C.DisableTorchFunction():
-            if not tensor.is_meta:
-                return reduce(tensor, protocol)
-        raise NotImplementedError(
-            f"{user_line()}: a traced tensor has no values that could be saved or sent to another process; leave out "
-            "torch.save and pickle where a trace runs"
-        )
+        _refuse(tensor)
+        return reduce(tensor, protocol)
 
     return reduced
+
+
+def _flattening(flatten: Callable[..., Any]) -> Callable[..., Any]:
+    """safetensors would bring each tensor to the host and write what it finds there."""
+
+    def flattened(tensors: Mapping[str, torch.Tensor], *args: Any) -> Any:
+        for tensor in tensors.values():
+            _refuse(tensor)
+        return flatten(tensors, *args)
+
+    return flattened
+
+
+def _refuse(tensor: torch.Tensor) -> None:
+    with torch._C.DisableTorchFunction():
+        traced = tensor.is_meta
+    if traced:
+        raise NotImplementedError(
+            f"{user_line()}: a traced tensor has no values that could be saved or sent to another process; leave out "
+            "saving where a trace runs"
+        )
 
 
 def _saving(save: Callable[..., Any]) -> Callable[..., None]:

@@ -131,6 +131,8 @@ def _answers(run: Run, stats: MemoryStats) -> Iterator[tuple[Any, str, Any]]:
     yield torch.cuda.Stream, "__new__", staticmethod(lambda cls, *args, **kwargs: stream(*args, **kwargs))
     yield torch.cuda.Event, "__new__", staticmethod(lambda cls, *args, **kwargs: event(None, *args, **kwargs))
     yield from ((torch, kind.__name__, kind) for kind in (stream, event, Generator))
+    address = torch.UntypedStorage.data_ptr  # what is at 0 is tied, for code that looks for tied weights
+    yield torch.UntypedStorage, "data_ptr", lambda at: at._cdata if at.device.type == "meta" else address(at)
     yield from ((torch.Tensor, name, method) for name, method in _methods(run).items())
     yield from ((torch.cuda, name, _tensor_type(name, dtype)) for name, dtype in _DTYPES.items())
     yield torch, "set_default_tensor_type", _set_default_tensor_type
