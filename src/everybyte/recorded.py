@@ -37,6 +37,7 @@ class Source:
         commit: Of the repository, in which the file was seen.
         path: Of the file, by its name; two names where it alone does not tell.
         ran: What was recorded, and from which state.
+        content: Its `digest`, by which a copy is known whatever its name.
     """
 
     label: str
@@ -44,6 +45,7 @@ class Source:
     commit: str
     path: str
     ran: str
+    content: str
 
     @property
     def address(self) -> str:
@@ -55,36 +57,47 @@ _LARGE = "kkaitlyn111/cs336-a2-systems", "c1c174d195a52578ae28961723438628c8dcbb
 _ATTENTION = "silmont2000/assignment2-systems", "133f0643dd71416aa44409daafcf97e11078f3b9"
 
 SOURCES: Final[Mapping[str, Source]] = {
-    DRAWN: Source("attention", *_ATTENTION, "mem_snapshot.pickle", "attention by hand, from an empty process"),
+    DRAWN: Source(
+        "attention",
+        *_ATTENTION,
+        "mem_snapshot.pickle",
+        "attention by hand, from an empty process",
+        "4625cad5105a88e0ff43694e454a53a2104eb5ec54e08b438e896e9fba0246ef",
+    ),
     "lm-medium-ctx128-inference": Source(
         "medium, inference",
         *_MEDIUM,
         "results/medium_128_inference_memory_snapshot.pickle",
         "423 M parameters: a forward pass, after others",
+        "f8e53475105b89d1df1b2557f5848fa957c4a0588b6d885ae40d95dee700376c",
     ),
     "lm-medium-ctx128-train-fp32": Source(
         "medium, fp32",
         *_MEDIUM,
         "results/medium_128_training_memory_snapshot.pickle",
         "the same: a training step in fp32",
+        "8abefbaf092d0af6be46039c0a2d111ff75a229793ad3f7ecbe96a16b98656d6",
     ),
     "lm-medium-ctx1024-train-amp": Source(
         "medium, autocast",
         *_MEDIUM,
         "results/medium_1024_training_memory_snapshot.pickle",
         "the same: a training step under bf16 autocast",
+        "bb9f41fd01bd2cde01cee1030fb480fad3e23d0dc40024124bb6163c28d09041",
     ),
     "lm-2.7b-ctx128-forward-fp32": Source(
         "large, forward",
         *_LARGE,
         "memory_files/memory_ctx128_forward[_].pickle",
         "3.4 B parameters: a forward pass, the model loaded",
+        "20055c26d3391f8746e62704602c1c8c50c3c2d33371fdb6c8555ced48c262ab",
     ),
     "lm-2.7b-ctx128-train-fp32": Source(
         "large, training",
         *_LARGE,
         "memory_files/memory_ctx128_fullstep[_].pickle",
         "the same: the first training step",
+        "8de584fc68aeec214f01f9cb726baa4db983e3540558b3c0411bc59828751606",
     ),
 }
 
@@ -174,13 +187,21 @@ def in_folder(folder: str | Path | None) -> dict[str, Snapshot]:
 
 
 def make(snapshots: Path, folder: Path) -> pd.DataFrame:
-    """Makes the stored tables from the six files, named as in `SOURCES`.
+    """Makes the stored tables from the six files, whatever their names.
 
     Returns:
         The table of summaries, a row for each recording.
+
+    Raises:
+        ValueError: If one of the six is not in the folder.
     """
-    found = in_folder(snapshots)
-    table = pd.DataFrame({name: summary(found[name]) for name in SOURCES}).T
+    by_content = {digest(snapshot): snapshot for snapshot in in_folder(snapshots).values()}
+    missing = [name for name, source in SOURCES.items() if source.content not in by_content]
+    if missing:
+        source = SOURCES[missing[0]]
+        raise ValueError(f"{missing[0]} is not in {snapshots}: get {source.path} from {source.address}")
+    found = {name: by_content[source.content] for name, source in SOURCES.items()}
+    table = pd.DataFrame({name: summary(snapshot) for name, snapshot in found.items()}).T
     table = table.infer_objects().rename_axis("recording")
     notes = {
         "made_by": "python -m everybyte.recorded FOLDER",

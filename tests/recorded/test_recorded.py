@@ -32,6 +32,7 @@ def own(tmp_path_factory):
 def test_the_stored_row_is_what_the_file_says(snapshots, name):
     row = STORED.loc[name].to_dict()
     assert recorded.summary(eb.Snapshot.read(snapshots / f"{name}.pickle")) == row
+    assert row["digest"] == recorded.SOURCES[name].content
     assert not any(count for what, count in row.items() if what.endswith("_mismatches"))
 
 
@@ -70,3 +71,7 @@ def test_the_recordings_of_a_folder_go_by_their_names(own, tmp_path):
     assert recorded.in_folder(None) == {}
     with pytest.raises(ValueError, match="EVERYBYTE_SNAPSHOTS"):
         recorded.in_folder(tmp_path / "missing")
+    with pytest.raises(
+        ValueError, match=r"attention-small is not in .*: get mem_snapshot\.pickle from https:"
+    ):
+        recorded.make(own.parent, tmp_path)
