@@ -245,6 +245,27 @@ def test_files_without_settings_times_block_addresses_pools_and_frames_read_the_
     assert old.compare().recorded.peak_allocated == 512 + 3 * MiB + 30 * MiB
 
 
+def test_blocks_that_list_their_uses_as_before_2_1_read_the_same(tmp_path):
+    new, old = plain(), plain()
+    for segment in old["segments"]:
+        for block in segment["blocks"]:
+            use = {
+                "addr": block.pop("address"),
+                "real_size": block.pop("requested_size"),
+                "frames": block.pop("frames"),
+            }
+            if block["state"] != INACTIVE:
+                use["frames"] = [{"filename": "train.py", "line": 7, "name": "step"}]
+                block["history"] = [use]
+    new, old = (eb.Snapshot.read(dump(tmp_path, data)) for data in (new, old))
+    assert [segment.allocated for segment in old.segments] == [segment.allocated for segment in new.segments]
+    assert [b for s in old.segments for b in s.blocks if b.state != INACTIVE] == [
+        b for s in new.segments for b in s.blocks if b.state != INACTIVE
+    ]
+    assert {stack[0]["filename"] for stack in old.stacks.values()} == {"train.py"}
+    assert old.compare().exact
+
+
 def test_a_recording_of_one_event_is_completed_from_the_segments(tmp_path):
     data = plain()
     data["device_traces"][0] = data["device_traces"][0][-1:]

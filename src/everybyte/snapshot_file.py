@@ -1,4 +1,4 @@
-"""The file of a memory snapshot: its entries as they are in PyTorch 2.1 to 2.13, read and written.
+"""The file of a memory snapshot: its entries as they are in PyTorch 2.0 to 2.13, read and written.
 
 `torch.cuda.memory._dump_snapshot()` pickles what `THCPModule_memorySnapshot` of `torch/csrc/cuda/Module.cpp` makes:
 dicts and lists under "segments", "device_traces" and, in later versions, "allocator_settings". Older files lack
@@ -90,7 +90,7 @@ def _contents(data: Any, nbytes: int) -> Contents:
         at = segment["address"]
         for block in segment["blocks"]:
             if block["state"] != INACTIVE:
-                stacks[segment.get("device", 0), at] = stack_of(block)
+                stacks[segment.get("device", 0), at] = stack_of(_latest(block))
             at += block["size"]
     return Contents(parsed, events, _settings(data.get("allocator_settings", {}), parsed, events), stacks)
 
@@ -106,9 +106,8 @@ def _segment(data: Mapping[str, Any], streams: Mapping[int, int]) -> Segment:
     at, blocks = address, []
     for block in data["blocks"]:  # their own addresses are not in every version's files
         nbytes = _count(block["size"], LARGEST)
-        blocks.append(
-            BlockInfo(at, nbytes, _count(block.get("requested_size", nbytes), LARGEST), STATES[block["state"]])
-        )
+        requested = block.get("requested_size", _latest(block).get("real_size", nbytes))
+        blocks.append(BlockInfo(at, nbytes, _count(requested, LARGEST), STATES[block["state"]]))
         at += nbytes
     if at != address + size or any(block.size == 0 for block in blocks):
         raise ValueError(f"the blocks of the segment at {address:#x} do not fill it")
@@ -116,6 +115,11 @@ def _segment(data: Mapping[str, Any], streams: Mapping[int, int]) -> Segment:
     small = {"small": True, "large": False}[data["segment_type"]]
     expandable, device = bool(data.get("is_expandable", False)), _count(data.get("device", 0))
     return Segment(address, size, streams[data["stream"]], small, tuple(blocks), pool_id, expandable, device)
+
+
+def _latest(block: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Where a block's stack is, and before PyTorch 2.1 its requested size: in an entry for each use, latest first."""
+    return (block.get("history") or [block])[0]
 
 
 class _StackChecker:
@@ -144,9 +148,7 @@ class _PoolFinder:
         return self.ranges[i][2] if i >= 0 and address < self.ranges[i][1] else DEFAULT_POOL
 
 
-def _event(
-    data: Mapping[str, Any], streams: Mapping[int, int], pools: _PoolFinder, stack_of: _StackChecker
-) -> Event:
+def _event(data: Mapping[str, Any], streams: Mapping[int, int], pools: _PoolFinder, stack_of: _StackChecker) -> Event:
     action = data["action"]
     address = _count(data["device_free" if action == "oom" else "addr"])
     pool_id = data.get("pool_id")  # only in files of late versions
