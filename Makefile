@@ -59,8 +59,9 @@ test: $(INSTALLED)  ## what CI runs: lint, tests, every notebook, a clean build
 	@echo "3/3  pytest: every notebook from start to end, timed"
 	@$(PYTEST) -m alone $(PYTEST_ARGS) tests/book
 
-refresh: $(INSTALLED)  ## re-execute the notebooks and store their outputs: the only target that writes under notebooks/
+refresh: $(INSTALLED)  ## re-execute the notebooks and store their outputs and the page of claims: the only target that writes under notebooks/
 	@$(PRESS) refresh
+	@$(BIN)/python book/claims_page.py
 
 train: $(INSTALLED)  ## train the narrow model on the full file (long) and store the results
 	@$(BIN)/python -m everybyte.training

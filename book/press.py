@@ -204,7 +204,8 @@ def stage(book: Book, target: Path) -> None:
     target.mkdir(parents=True)
     for name in ("_config.yml", "_toc.yml"):
         shutil.copy(book.root / name, target)
-    shutil.copytree(book.root / "book", target / "book", ignore=shutil.ignore_patterns("__pycache__", "*.py"))
+    tools = shutil.ignore_patterns("__pycache__", "press.py", "claims_page.py")  # no pages
+    shutil.copytree(book.root / "book", target / "book", ignore=tools)
     (target / "notebooks").mkdir()
     for notebook in book.executed():
         shutil.copy(notebook, target / "notebooks")

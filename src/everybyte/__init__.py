@@ -2,6 +2,7 @@
 
 from . import formulas, gpus, models, report, workspace
 from .allocator import Allocator
+from .audit import Ledger
 from .fit import fit_formula
 from .measure import Measurement, measure
 from .saved import Saved, saved
@@ -14,6 +15,7 @@ from .values import DataDependentShape
 __all__ = [
     "Allocator",
     "DataDependentShape",
+    "Ledger",
     "Measurement",
     "Saved",
     "Snapshot",

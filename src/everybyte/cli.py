@@ -1,4 +1,4 @@
-"""The command line: `everybyte trace MODULE:FUNCTION` and `everybyte snapshot FILE`.
+"""The command line: `everybyte trace MODULE:FUNCTION`, `everybyte snapshot FILE` and `everybyte audit [LEDGER ...]`.
 
 A thin face of the library; the book's page `cli` says what its JSON holds. Exit codes: 0 done, 1 the answer is no, 2
 bad input, 3 cannot say; any but 0 comes with one line on stderr that says what is wrong and how to mend it.
@@ -26,6 +26,7 @@ from unittest import mock
 from torch import nn
 
 from . import attribution, gpus, workspace
+from . import audit as ledgers
 from .allocator import Allocator, OutOfMemory, Replay
 from .caching import MIN_BLOCK
 from .snapshot import Comparison, Names, Snapshot
@@ -124,7 +125,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     snapshot.set_defaults(command=_snapshot)
 
-    for command in (trace, snapshot):
+    audit = commands.add_parser(
+        "audit",
+        help="recompute a document's claims and judge them",
+        description="Recomputes each claim of a ledger and says what it is worth. A ledger may name a Python file, "
+        "which is run.",
+        allow_abbrev=False,
+    )
+    audit.add_argument(
+        "files", metavar="LEDGER", nargs="*", help="a TOML file; those of the two analyses of the book unless given"
+    )
+    audit.set_defaults(command=_audit)
+
+    for command in (trace, snapshot, audit):
         command.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -474,6 +487,48 @@ def _who(row: Mapping[str, Any]) -> str:
     each = row["bytes"] // row["allocations"]
     size = ", the size of cuBLAS's workspace" if each == workspace.DEFAULT else ""
     return f"no stack recorded, {each:,} B each{size}"
+
+
+# -- audit -------------------------------------------------------------------------------------------------------------
+
+
+def _audit(args: argparse.Namespace) -> Answer:
+    documents, changed = [], []
+    for file in args.files or ledgers.packaged():
+        try:
+            with redirect_stdout(sys.stderr):
+                ledger = ledgers.Ledger.read(file)
+                findings = list(ledger.audit())
+        except ledgers.LedgerError as error:
+            raise Stop(BAD_INPUT, str(error)) from None
+        except OSError as error:
+            raise Stop(BAD_INPUT, f"{file}: {error.strerror or error}") from None
+        documents.append({
+            "ledger": os.fsencode(file).decode("utf-8", "replace"),
+            "document": ledger.document,
+            "claims": [finding.as_dict() for finding in findings],
+            "counts": {verdict: sum(f.verdict == verdict for f in findings) for verdict in ledgers.VERDICTS},
+        })  # fmt: skip
+        changed += [finding for finding in findings if finding.changed]
+    answer = {"schema": SCHEMA, "documents": documents, "changed": len(changed)}
+    if not changed:
+        return answer, _audit_lines(documents), None
+    what = "; ".join(f"claim {f.claim.id} is now {f.verdict!r}, not {f.claim.verdict!r}" for f in changed)
+    return answer, _audit_lines(documents), Stop(NO, f"{what}: mend the ledger, or what it calls")
+
+
+def _audit_lines(documents: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for document in documents:
+        yield f"{_printable(document['document'])}, {len(document['claims'])} claims"
+        yield ""
+        for row in document["claims"]:
+            value = f"{row['stated']} -> {row['text'] or 'nothing to recompute'}"
+            basis = f" ({row['basis']})" if row["basis"] else ""
+            was = f" (the ledger says {row['stored']})" if row["changed"] else ""
+            yield _printable(f"{row['id']:>6}  {row['verdict']:17}{was}  {value}{basis}  {row['claim']}", LONGEST_LINE)
+        yield ""
+        yield ", ".join(f"{count} {verdict}" for verdict, count in document["counts"].items() if count)
+        yield ""
 
 
 # -- text --------------------------------------------------------------------------------------------------------------

@@ -14,12 +14,14 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+from bs4 import BeautifulSoup
 from press import BOOK
 
 BROWSER = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome", "chrome"])), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine: pages were read, not looked at")
 
-PAGES = ["book/start_here", "book/how_to_run", "book/glossary", *(f"notebooks/{path.stem}" for path in BOOK.executed())]
+PAGES = ["start_here", "how_to_run", "claims", "cli", "glossary"]
+PAGES = [f"book/{name}" for name in PAGES] + [f"notebooks/{path.stem}" for path in BOOK.executed()]
 
 # A page in a frame of a phone's width; a headless window itself cannot be that narrow.
 FRAME = """<!doctype html>
@@ -65,14 +67,21 @@ def address(site) -> Iterator[str]:
 
 
 def look(address: str, page: str, profile: Path) -> dict:
-    """What the browser says of a page at a phone's width, every other host being out of reach."""
+    """What the browser says of a page at a phone's width."""
+    shown = dump(f"{address}/-/{page}", profile)
+    found = re.search(r'<pre id="said">(.+?)</pre>', shown, flags=re.DOTALL)
+    assert found, "the browser did not finish"
+    return json.loads(unescape(found[1]))
+
+
+def dump(address: str, profile: Path) -> str:
+    """A page after its scripts have run, every other host being out of reach."""
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
     flags += ["--disable-background-networking", "--disable-component-update", f"--user-data-dir={profile}"]
     flags += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", "--virtual-time-budget=20000", "--dump-dom"]
-    done = subprocess.run([BROWSER, *flags, f"{address}/-/{page}"], capture_output=True, text=True, timeout=120)
-    found = re.search(r'<pre id="said">(.+?)</pre>', done.stdout, flags=re.DOTALL)
-    assert found, f"the browser did not finish: {done.stderr[-500:]}"
-    return json.loads(unescape(found[1]))
+    done = subprocess.run([BROWSER, *flags, address], capture_output=True, text=True, timeout=120)
+    assert done.stdout, f"the browser said nothing: {done.stderr[-500:]}"
+    return done.stdout
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -83,3 +92,17 @@ def test_a_page_stands_alone_on_a_phone(page, address, tmp_path):
     assert said["set"] == said["math"], "mathematics that was not set"
     assert not said["bad"]
     assert said["width"] <= 390, "the page is wider than a phone: something does not scroll by itself"
+
+
+def test_claims_can_be_filtered_by_words_and_verdict_and_an_address_that_asks_for_none_shows_all(address, tmp_path):
+    def shown(query: str) -> list:
+        page = BeautifulSoup(dump(f"{address}/book/claims.html{query}", tmp_path), "html.parser")
+        rows = page.select("table.claims tbody tr")
+        seen = [row for row in rows if not row.has_attr("hidden")]
+        assert page.select_one(".claims-filter output").get_text() == f"{len(seen)} of {len(rows)} claims"
+        return seen
+
+    assert len(shown("")) == len(shown("?verdict=none+such"))
+    seen = shown("?verdict=unit+mix&words=entries+960")
+    assert {row["data-verdict"] for row in seen} == {"unit mix"}
+    assert [row.select_one("td").get_text() for row in seen] == ["960 MB"]

@@ -1,0 +1,137 @@
+"""Writes the page of claims, `book/claims.md`, from the ledgers: `python book/claims_page.py`, as `make refresh` does.
+
+The tables are plain HTML that can be read without any script; `_static/claims.js` adds the filter above them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from html import escape as escape_html
+from pathlib import Path
+
+from everybyte.audit import VERDICTS, Finding, Ledger, packaged
+
+escape = partial(escape_html, quote=False)  # nothing that is escaped stands in an attribute
+
+PAGE = Path(__file__).with_name("claims.md")
+
+MEANING = dict(zip(VERDICTS, (
+    "the recomputed value, rounded to the stated digits, is the stated number; or the sentence is true",
+    "off in the last stated digit alone",
+    "right if its unit is partly of 1000 and partly of 1024, or if figures of both kinds were added",
+    "the document's own inputs give another number",
+    "what else the document says gives another number",
+    "what hardware and programs do gives another number",
+    "what it would take to tell is not in the document, or its words have readings that differ",
+), strict=True))  # fmt: skip
+
+HEAD = """\
+<!-- Written by book/claims_page.py from the ledgers in src/everybyte/claims: change those, then `make refresh`. -->
+
+# Every claim, audited
+
+Two analyses, {claims} claims, each recomputed. A row has the number as it stands,
+[claimed]{{.evidence .evidence-claimed}} what recomputes it, and what that gives,
+[computed]{{.evidence .evidence-computed}} or by a [traced]{{.evidence .evidence-traced}} run. Which verdict follows is
+a rule, not an opinion: only where the value differs, and the document's own inputs do give what it states, does a
+person say why.
+
+{verdicts}
+
+(In brackets: how many of *Activation Memory Math*, and of the TFT report.)
+
+One wrong number makes others. A sum of wrong lines that is added up rightly *holds* as an addition, and has a second
+row for what it says of the model. A claim that is repeated counts once, unless the document builds on it anew.
+
+`everybyte audit` recomputes all rows of this page in some ten seconds, and fails if a verdict has changed. How to write
+a ledger for another document is said {{ref}}`at the end <own-ledger>`.
+
+```{{raw}} html
+<script src="../_static/claims.js" defer></script>
+```
+"""
+
+TAIL = """\
+(own-ledger)=
+## Your own ledger
+
+A ledger is written by hand. This one is of a made-up post about an MLP: three claims, of which one needs a trace.
+
+```{literalinclude} ledgers/mlp_post.toml
+:language: toml
+```
+
+The third row calls a function of a Python file beside the ledger:
+
+```{literalinclude} ledgers/mlp_post.py
+:language: python
+```
+
+```{code-block} console
+$ everybyte audit book/ledgers/mlp_post.toml
+```
+
+Copy both, put in another document, and give each row any of the seven words for a verdict: the command says which
+have to change. What a row may hold, and the rule in full, are in the documentation of the module `everybyte.audit`.
+Functions that a ledger names are run, so read a ledger that is not yours before you audit with it.
+"""
+
+
+def audited() -> list[tuple[Ledger, list[Finding]]]:
+    """The two ledgers, recomputed."""
+    return [(ledger := Ledger.read(path), list(ledger.audit())) for path in packaged()]
+
+
+def page(documents: Sequence[tuple[Ledger, list[Finding]]]) -> str:
+    """The whole page."""
+    counts = ([sum(f.verdict == verdict for f in findings) for _, findings in documents] for verdict in VERDICTS)
+    verdicts = [
+        f"- [{verdict}]{{.verdict .verdict-{verdict.replace(' ', '-')}}} {MEANING[verdict]} ({one}, {other})"
+        for verdict, (one, other) in zip(VERDICTS, counts, strict=True)
+    ]
+    claims = sum(len(findings) for _, findings in documents)
+    tables = [line for ledger, findings in documents for line in _table(ledger, findings)]
+    return "\n".join([HEAD.format(claims=claims, verdicts="\n".join(verdicts)), *tables, TAIL])
+
+
+def _table(ledger: Ledger, findings: Iterable[Finding]) -> Iterator[str]:
+    yield f"## {ledger.document.partition(':')[0]}"
+    yield ""
+    yield "```{raw} html"
+    yield '<table class="table claims">'
+    head = "".join(f'<th scope="col">{name}</th>' for name in ("claim", "stated", "recomputed", "verdict"))
+    yield f"<thead><tr>{head}</tr></thead>"
+    yield "<tbody>"
+    for finding in findings:
+        yield _row(ledger.path.stem, finding)
+    yield "</tbody>"
+    yield "</table>"
+    yield "```"
+    yield ""
+
+
+def _row(ledger: str, finding: Finding) -> str:
+    claim, anchor = finding.claim, f"{ledger.partition('_')[0]}-{finding.claim.id}"
+    basis = f" <small>{escape(finding.basis)}</small>" if finding.basis else ""
+    recomputed = f"{escape(finding.text)}{basis}" if finding.values else "–"
+    recomputed += "".join(f"<code>{escape(text)}</code>" for text in claim.value)
+    why = escape(claim.reason)
+    if claim.source:
+        why += f" <small>Source: {escape(claim.source)}</small>"
+    if claim.proof:
+        why += f' <a href="../notebooks/{claim.proof.replace("#", ".html#")}">chapter {claim.proof[:2]}</a>'
+    cells = {
+        "stated": escape(claim.stated),
+        "recomputed": recomputed,
+        "verdict": f'<span class="verdict verdict-{finding.verdict.replace(" ", "-")}">{finding.verdict}</span> {why}',
+    }
+    place = f'<small><a href="#{anchor}">{claim.id}</a> {escape(claim.place.lstrip("0123456789. "))}</small> '
+    first = f'<th scope="row">{place}{escape(claim.claim)}</th>'
+    rest = "".join(f'<td data-name="{name}">{text}</td>' for name, text in cells.items())
+    return f'<tr id="{anchor}" data-verdict="{finding.verdict}">{first}{rest}</tr>'
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(audited()), encoding="utf-8")
+    print(f"Wrote {PAGE.name}")
