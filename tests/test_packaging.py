@@ -43,6 +43,11 @@ def test_the_wheel_carries_every_module_and_the_look_of_the_figures(wheel):
     assert "everybyte/book.mplstyle" in wheel.namelist()
 
 
+def test_the_wheel_installs_the_command(wheel):
+    (entry_points,) = (name for name in wheel.namelist() if name.endswith("dist-info/entry_points.txt"))
+    assert b"everybyte = everybyte.cli:main" in wheel.read(entry_points)
+
+
 def test_the_wheel_asks_for_five_packages(wheel):
     (metadata,) = (name for name in wheel.namelist() if name.endswith("dist-info/METADATA"))
     asked = BytesParser().parsebytes(wheel.read(metadata)).get_all("Requires-Dist")
