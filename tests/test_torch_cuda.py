@@ -7,8 +7,11 @@ import runpy
 import sys
 import threading
 import warnings
+from contextlib import redirect_stdout
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -42,15 +45,16 @@ def on_host(*shape, **kwargs):
 # -- a whole script ----------------------------------------------------------------------------------------------------
 
 
-def run_script(monkeypatch, *settings):
-    """The script as its authors run it: its default device is the host."""
-    monkeypatch.setattr(sys, "argv", [SCRIPT, *settings])
-    with warnings.catch_warnings():
+@cache
+def run_script(*settings):
+    """The script as its authors run it: its default device is the host. What it leaves behind, and what it prints."""
+    printed = io.StringIO()
+    with warnings.catch_warnings(), mock.patch.object(sys, "argv", [SCRIPT, *settings]), redirect_stdout(printed):
         warnings.simplefilter("error")
         with eb.trace(rules="cuda") as run:
             torch.set_default_device("cpu")
             left = runpy.run_path(SCRIPT)
-    return run, left
+    return run, left, printed.getvalue()
 
 
 def explicitly(GPT, dtype):
@@ -97,8 +101,8 @@ def explicitly(GPT, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_an_unedited_script_traces_as_the_same_run_with_every_choice_written_out(monkeypatch, dtype):
-    run, left = run_script(monkeypatch, *([] if dtype is torch.bfloat16 else ["--dtype=float16"]))
+def test_an_unedited_script_traces_as_the_same_run_with_every_choice_written_out(dtype):
+    run, left, _ = run_script(*([] if dtype is torch.bfloat16 else ["--dtype=float16"]))
     assert (left["device"], left["ptdtype"]) == ("cuda", dtype)
     assert all(group["fused"] for group in left["optimizer"].param_groups)
     assert left["scaler"].is_enabled() == (dtype is torch.float16)
@@ -109,16 +113,16 @@ def test_an_unedited_script_traces_as_the_same_run_with_every_choice_written_out
     assert not run.conditional
 
 
-def test_a_script_prints_the_peaks_that_the_allocator_finds_in_its_timeline(monkeypatch, capsys):
-    run, left = run_script(monkeypatch)
+def test_a_script_prints_the_peaks_that_the_allocator_finds_in_its_timeline():
+    run, left, printed = run_script()
     replay = eb.Allocator().replay(run.timeline.with_workspaces())
     assert max(left["peaks"]) == replay.peak_allocated
-    assert f"peak {replay.peak_allocated / 1e6:.2f} MB" in capsys.readouterr().out
+    assert f"peak {replay.peak_allocated / 1e6:.2f} MB" in printed
 
 
-def test_a_script_s_state_is_sixteen_bytes_a_parameter(monkeypatch):
+def test_a_script_s_state_is_sixteen_bytes_a_parameter():
     """Weights, gradients and two moments in single precision, and a fused step counter of 4 B for each tensor."""
-    run, left = run_script(monkeypatch)
+    run, left, _ = run_script()
     h, layers, vocabulary, s = 64, 2, 96, 32
     parameters = vocabulary * h + s * h + layers * (12 * h**2 + 13 * h) + 2 * h
     live = run.timeline.live(run.timeline.peak).groupby("category")["nbytes"].sum()
@@ -500,6 +504,9 @@ def test_a_parameter_with_a_gradient_does_not_lose_it_by_moving(run):
         model.to("cuda")
 
 
+JOIN = torch.distributed.init_process_group  # as a script has it that imports the name before
+
+
 # -- what ends a trace -------------------------------------------------------------------------------------------------
 
 
@@ -510,6 +517,7 @@ def test_a_parameter_with_a_gradient_does_not_lose_it_by_moving(run):
         lambda: torch.compile(mode="max-autotune")(nn.Linear(2, 2)),
         lambda: nn.Linear(2, 2).compile(),
         lambda: torch.distributed.init_process_group("nccl"),
+        lambda: JOIN("gloo", rank=0, world_size=1, init_method="tcp://127.0.0.1:29999"),
         lambda: nn.parallel.DistributedDataParallel(nn.Linear(2, 2)),
         lambda: torch.cuda.CUDAGraph(),
         lambda: torch.cuda.MemPool(),
@@ -570,6 +578,19 @@ def test_everything_is_as_it_was_after_the_block_an_error_in_it_and_a_second_one
     assert everything() == before
     assert not torch.cuda.is_available() or torch.version.cuda
     assert torch.zeros(2).is_cpu
+
+
+def test_what_a_module_that_was_imported_inside_has_kept_is_the_real_thing_again_after_the_block():
+    file = io.BytesIO()
+    torch.save(torch.ones(2), file)
+    file.seek(0)
+    with eb.trace(rules="cuda"):
+        from torch import compile, load
+
+        with pytest.raises(NotImplementedError, match=r"torch\.compile"):
+            compile(nn.Linear(2, 2))
+    assert compile(nn.Linear(2, 2), backend="eager")(torch.ones(1, 2)).shape == (1, 2)
+    assert load(file, map_location="cpu").tolist() == [1.0, 1.0]
 
 
 def test_a_cuda_build_s_own_functions_are_not_called_and_are_put_back(monkeypatch):

@@ -83,6 +83,9 @@ def _saving(save: Callable[..., Any]) -> Callable[..., None]:
 
 def _loading(run: Counter, load: Callable[..., Any]) -> Callable[..., Any]:
     def loading(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if torch.load is not loading:  # a module that was imported inside the block has kept it
+            return load(f, map_location, *args, **kwargs)
+
         def place(storage: torch.UntypedStorage, saved: str) -> Any:
             if callable(map_location):
                 return map_location(storage, saved)

@@ -36,6 +36,8 @@ _NOT_FOLLOWED: Final = "a trace does not follow settings of the allocator; give 
 _STREAMS: Final = 32  # kStreamsPerPool of `c10/cuda/CUDAStream.cpp`: the 33rd stream is the first again
 _CUDA: Final = 1  # `c10::DeviceType`
 
+_c10d: Final = getattr(torch.distributed, "distributed_c10d", None)  # not in every build
+
 _REFUSED: Final = (
     (torch.cuda.CUDAGraph, "__new__", "a CUDA graph's private memory has no rule; run the step without it"),
     (torch.cuda.MemPool, "__new__", "a private memory pool has no rule; leave it out"),
@@ -43,6 +45,7 @@ _REFUSED: Final = (
     (torch.multiprocessing, "spawn", "other processes are not traced; call the function itself, as rank 0 of 1"),
     (torch.distributed, "init_process_group", "a trace is of one process; run the script without a process group"),
     (torch.nn.parallel.DistributedDataParallel, "__init__", "a trace is of one process; use the module itself"),
+    *([(_c10d, "rendezvous", "a trace is of one process; run the script without a process group")] if _c10d else []),
 )
 """What ends a trace: where it is, and why."""
 
@@ -81,7 +84,8 @@ def believable(run: Run, stats: MemoryStats) -> Iterator[None]:
             return answer
 
         def asked(*args: Any, **kwargs: Any) -> Any:
-            if threading.current_thread() not in elsewhere:
+            in_place = getattr(owner, name, None) is asked  # or else a module that was imported inside has kept it
+            if in_place and threading.current_thread() not in elsewhere:
                 return answer(*args, **kwargs)
             if truth is None and name != "_cuda_getDeviceCount":
                 raise AssertionError("Torch not compiled with CUDA enabled")
@@ -176,7 +180,7 @@ def _of_cuda(run: Run, stats: MemoryStats) -> dict[str, Callable[..., Any]]:
         "memoryStats": _of_the_only_one(stats.nested),
         "resetPeakMemoryStats": _of_the_only_one(stats.reset_peak),
         "resetAccumulatedMemoryStats": _of_the_only_one(stats.reset_accumulated),
-        "emptyCache": stats.empty_cache,
+        "emptyCache": lambda *pool: stats.empty_cache(),
         "clearCublasWorkspaces": lambda: run.remark("the workspaces of the matrix products stay in the trace"),
         "getAllocatorBackend": lambda: "native",
         "getMemoryFraction": lambda device: 1.0,
@@ -185,7 +189,7 @@ def _of_cuda(run: Run, stats: MemoryStats) -> dict[str, Callable[..., Any]]:
         "isHistoryEnabled": lambda: False,
         "record_memory_history": _nothing,
         "record_memory_history_legacy": _nothing,
-        "memorySnapshot": lambda *pool: run.snapshot(),
+        "memorySnapshot": lambda *pool, **_: run.snapshot(),
     }
 
 
@@ -208,7 +212,7 @@ def _of_accelerator(run: Run, stats: MemoryStats, stream: type) -> dict[str, Cal
         "getDeviceStats": _of_the_only_one(stats.nested),
         "resetPeakStats": _of_the_only_one(stats.reset_peak),
         "resetAccumulatedStats": _of_the_only_one(stats.reset_accumulated),
-        "emptyCache": stats.empty_cache,
+        "emptyCache": lambda *pool: stats.empty_cache(),
         "emptyHostCache": _nothing,
         "setAllocatorSettings": lambda settings: run.remark(_NOT_FOLLOWED),
         "getMemoryInfo": _of_the_only_one(stats.free_and_total),
