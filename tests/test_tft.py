@@ -88,22 +88,6 @@ def test_every_input_moves_the_forecast(config):
         assert not torch.equal(before, network(*moved))
 
 
-@pytest.mark.parametrize("config", [SMALL, SMALL_PUBLISHED])
-def test_selecting_all_variables_at_once_computes_the_same_function(config):
-    loop = model(replace(config, dropout=0.0))
-    batched = TFT(replace(config, dropout=0.0, selection_loop=False))
-    state, stacked = loop.state_dict(), {}
-    for name, value in batched.state_dict().items():
-        if ".variables." not in name:
-            stacked[name] = state[name]
-            continue
-        network, parameter = name.split(".variables.")
-        parts = torch.stack([state[f"{network}.variables.{i}.{parameter}"] for i in range(len(value))])
-        stacked[name] = parts.transpose(1, 2) if parts.dim() == 3 else parts[:, None]
-    batched.load_state_dict(stacked)
-    torch.testing.assert_close(batched(*inputs(config)), loop(*inputs(config)))
-
-
 def test_selection_weights_sum_to_one_so_equal_outputs_pass_unchanged():
     selection = VariableSelection(replace(SMALL, dropout=0.0), n=4)
     same = torch.randn(2, 7, 1)
@@ -175,6 +159,9 @@ def test_every_preset_runs_on_the_meta_device_forward_and_backward(config):
         ({"quantiles": ()}, "must rise"),
         ({"biases": ("heads",)}, "biases names ['heads']"),
         ({"known_in_history": True}, "set embedding=True"),
+        ({"selection_compute": "streamed", "selection": "grn"}, "set selection='linear' and embedding=False"),
+        ({"selection_compute": "streamed", "embedding": True}, "set selection='linear' and embedding=False"),
+        ({"selection_keep": -1}, "selection_keep=-1 is negative"),
         ({"context": "selection"}, "feeds no layer of this model: set selection='grn'"),
     ],
 )

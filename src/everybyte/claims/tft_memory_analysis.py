@@ -61,7 +61,7 @@ def kept(*components: str, batch: int = 8) -> int:
 
 def outputs(batch: int = 8, grouped: bool = False) -> int:
     """Bytes of the 210 networks' outputs side by side; with one batched product for all networks."""
-    config = replace(CONFIG, selection_loop=not grouped)
+    config = replace(CONFIG, selection_compute="grouped" if grouped else "loop")
     return _bytes(tft.saved(config)["historical_selection.weights"]["stacked outputs"], batch, config)
 
 

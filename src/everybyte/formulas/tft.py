@@ -6,6 +6,7 @@ Nothing here runs a network. Each number is a sum of named terms, each term a pr
     n variables    h hidden        a heads        L networks in a stack      q quantiles
     e bytes of one element (4 in fp32)            m bytes of one element of a dropout mask (4 on CPU, 1 on CUDA)
     c bytes of a Python number kept as a factor (a double, 8; it stays with the CPU, so a GPU has 0)
+    g bytes of a random generator's state (5,056 on CPU; a GPU's stays with the CPU, so it has 0)
 
 What a forward pass must leave follows from the gradient formulas (and is what PyTorch's derivatives.yaml declares):
 
@@ -26,7 +27,7 @@ from typing import Any
 import sympy as sp
 from sympy import Expr, Symbol
 
-from .terms import L, Terms, a, b, e, h, m, p_max, s
+from .terms import L, Terms, a, b, e, g, h, m, p_max, s
 from .terms import total as total
 
 f, q = sp.symbols("f q", positive=True, integer=True)
@@ -58,7 +59,9 @@ class Weight:
         return self.copies * sp.prod(self.shape)
 
 
-def sizes(config: Any, batch_size: int = 8, element: int = 4, mask: int = 4, number: int = 8) -> dict[Symbol, int]:
+def sizes(
+    config: Any, batch_size: int = 8, element: int = 4, mask: int = 4, number: int = 8, generator: int = 5_056
+) -> dict[Symbol, int]:
     """Numbers for all symbols but the LSTM kernels' own; for ``expression.subs(...)``.
 
     Args:
@@ -67,10 +70,11 @@ def sizes(config: Any, batch_size: int = 8, element: int = 4, mask: int = 4, num
         element: bytes of one element.
         mask: bytes of one element of a dropout mask: as the element on CPU and meta, 1 on CUDA.
         number: bytes of a Python number kept as a factor: a double on CPU, 0 on CUDA.
+        generator: bytes of a random generator's state (`torch.get_rng_state`): 0 on CUDA, where the host has it.
     """
     return {
         b: batch_size, s: config.history, f: config.horizon, h: config.hidden, a: config.heads, L: config.stack_layers,
-        q: len(config.quantiles), e: element, m: mask, c: number, n_s: config.static_features,
+        q: len(config.quantiles), e: element, m: mask, c: number, g: generator, n_s: config.static_features,
         n_o: config.observed_features, n_k: config.known_features, p_max: config.max_positions,
     }  # fmt: skip
 
@@ -129,9 +133,9 @@ def selection_weights(
         mixing = grn_weights(config, n * h, h, n, paper_context, fed)
     else:
         mixing = _linear("linear", h if config.selection == "pooled" else n * h, n, "selection" in config.biases)
-    copies = n if config.selection_loop else ONE
+    copies = n if config.selection_compute != "grouped" else ONE
     networks = grn_weights(config, width_in, h, h, context, fed, copies)
-    if not config.selection_loop:  # the same numbers, in one tensor for all variables
+    if config.selection_compute == "grouped":  # the same numbers, in one tensor for all variables
         networks = [Weight(w.name, (n, *w.shape), learns=w.learns) for w in networks]
     return {"variables": networks, "weights": mixing}
 
@@ -227,9 +231,14 @@ def grn_saved(config: Any, rows: Expr, inner: Expr, width: Expr) -> Terms:
 
 
 def selection_saved(config: Any, rows: Expr, n: Expr) -> dict[str, Terms]:
-    """A variable selection over so many rows of n variables."""
+    """A variable selection over so many rows of n variables. Streamed, it is independent of n but for the weights."""
+    if config.selection_compute == "streamed":
+        return {
+            "variables": {"outputs that stay": e * rows * h * sp.Min(n, config.selection_keep)},
+            "weights": {"selection weights": e * rows * n, "random state": g if config.dropout else sp.S.Zero},
+        }
     variables = {name: n * kept for name, kept in grn_saved(config, rows, h, h).items()}
-    if not config.selection_loop:
+    if config.selection_compute == "grouped":
         variables["stacked input"] = e * rows * n * (h if config.embedding else ONE)
         variables["normalised"] = e * rows * n * h
     mixing: Terms = {"stacked outputs": e * rows * n * h, "selection weights": e * rows * n}
@@ -281,9 +290,9 @@ def saved(config: Any) -> dict[str, Terms]:
     uses = _uses(config)
     n_p = past_variables(config)
     kept: dict[str, Terms] = {"inputs": {"static": e * b * n_s, "past": e * b * s * n_p, "future": e * b * f * n_k}}
-    if not config.selection_loop and not config.embedding:
+    if config.selection_compute == "grouped" and not config.embedding:
         kept["inputs"] = {}  # the stacked copy stays instead
-    if config.embedding and config.selection_loop:
+    if config.embedding and config.selection_compute != "grouped":
         for name, values in (("static", b * n_s), ("observed", b * s * n_o), ("known", b * f * n_k)):
             kept[f"{name}_variables"] = {"embeddings": e * values * h}
         if config.known_in_history:
@@ -334,7 +343,9 @@ def peak(config: Any) -> dict[str, Terms]:
     Raises:
         ValueError: the config is not the report's model in one of its readings with the linear selection.
     """
-    wanted = {"selection": "linear", "selection_loop": True, "recurrence": "linear", "embedding": False, "gates": False}
+    wanted = {
+        "selection": "linear", "selection_compute": "loop", "recurrence": "linear", "embedding": False, "gates": False,
+    }  # fmt: skip
     for name, value in wanted.items():
         if getattr(config, name) != value:
             raise ValueError(f"{name}={getattr(config, name)!r}: the peak is written down for {name}={value!r} only")

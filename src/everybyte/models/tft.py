@@ -27,9 +27,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from everybyte.models.tft_selection import StackedLayerNorm, StackedLinear, streamed_selection
+
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "context": ("every", "none", "selection"),
     "selection": ("linear", "pooled", "grn"),
+    "selection_compute": ("loop", "grouped", "streamed"),
     "skip": ("project", "none"),
     "recurrence": ("linear", "lstm"),
     "attention": ("heads", "shared value"),
@@ -67,7 +70,8 @@ class TFTConfig:
     biases: tuple[str, ...] = BIASED  # it counts most without; a framework's layers have them; q, k, v: as paper
     context: str = "every"  # a projection in each GRN's list, none in its sum ("none"); paper: "selection" only
     selection: str = "linear"  # "(256 x 210) -> 210", but 53,970 is 256 -> 210 ("pooled"); paper: "grn"
-    selection_loop: bool = True  # one variable at a time, as its code does; False: batched, and slower on a CPU
+    selection_compute: str = "loop"  # one variable at a time, as its code does; same result: "grouped", "streamed"
+    selection_keep: int = 160  # "streamed": outputs of so many variables stay, the others are computed anew
     skip: str = "project"  # "skip_projection (if needed)": where a GRN changes width; "none": no skip there
     dropout: float = 0.1  # it lists none, yet 74 M weights on 180 windows need some; paper: before each gate
     attention_dropout: float = 0.0  # on the attention weights: in neither the report nor the paper's equations
@@ -118,6 +122,11 @@ class TFTConfig:
         if self.context == "selection" and not (self.selection == "grn" or self.recurrence == "lstm" or self.gates):
             raise ValueError(
                 "context='selection' feeds no layer of this model: set selection='grn', or context='every'"
+            )
+        if self.selection_compute == "streamed" and (self.selection != "linear" or self.embedding):
+            raise ValueError(
+                "selection_compute='streamed' reads the outputs one by one, other selections all at once, or the "
+                "embeddings, which are as many bytes: set selection='linear' and embedding=False"
             )
         if self.known_in_history and not self.embedding:
             raise ValueError("known_in_history shares the calendar's embeddings: set embedding=True as well")
@@ -171,34 +180,6 @@ class TFTConfig:
             "future": (batch_size, self.horizon, self.known_features),
             "target": (batch_size, self.horizon),
         }
-
-
-class StackedLinear(nn.Module):
-    """``copies`` independent linear layers in one product: [copies, ..., w] -> [copies, ..., width]."""
-
-    def __init__(self, copies: int, width_in: int, width: int, bias: bool) -> None:
-        super().__init__()
-        bound = 1 / math.sqrt(width_in)
-        self.weight = nn.Parameter(torch.empty(copies, width_in, width).uniform_(-bound, bound))
-        self.bias = nn.Parameter(torch.empty(copies, 1, width).uniform_(-bound, bound)) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        flat = x.flatten(1, -2)  # (n, b*t, w)
-        y = flat @ self.weight if self.bias is None else torch.baddbmm(self.bias, flat, self.weight)
-        return y.unflatten(1, x.shape[1:-1])
-
-
-class StackedLayerNorm(nn.Module):
-    """``copies`` independent layer normalisations: one set of statistics a vector, one weight and bias a copy."""
-
-    def __init__(self, copies: int, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(copies, 1, width))
-        self.bias = nn.Parameter(torch.zeros(copies, 1, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        flat = F.layer_norm(x, x.shape[-1:]).flatten(1, -2)  # (n, b*t, w)
-        return torch.addcmul(self.bias, flat, self.weight).view_as(x)
 
 
 def linear(width_in: int, width: int, bias: bool, copies: int | None = None) -> nn.Module:
@@ -292,19 +273,22 @@ class VariableSelection(nn.Module):
     def __init__(self, config: TFTConfig, n: int, paper_context: bool = True) -> None:
         super().__init__()
         h, width_in = config.hidden, config.hidden if config.embedding else 1
-        self.loop, self.reads_inputs = config.selection_loop, config.embedding
-        self.pooled = config.selection == "pooled"
-        if self.loop:
-            self.variables = nn.ModuleList(GatedResidualNetwork(config, width_in, h, h) for _ in range(n))
-        else:
+        self.compute, self.keep = config.selection_compute, config.selection_keep
+        self.pooled, self.reads_inputs = config.selection == "pooled", config.embedding
+        if self.compute == "grouped":
             self.variables = GatedResidualNetwork(config, width_in, h, h, copies=n)
+        else:
+            self.variables = nn.ModuleList(GatedResidualNetwork(config, width_in, h, h) for _ in range(n))
         if config.selection == "grn":
             self.weights = GatedResidualNetwork(config, n * h, h, n, paper_context)
         else:
             self.weights = nn.Linear(h if self.pooled else n * h, n, "selection" in config.biases)
 
     def forward(self, variables: list[Tensor], context: Tensor | None = None) -> Tensor:
-        if self.loop:
+        if self.compute == "streamed":
+            context = context if self.variables[0].context is not None else None
+            return streamed_selection(self.variables, self.weights, variables, context, self.keep)
+        if self.compute == "loop":
             outputs = [network(x, context) for network, x in zip(self.variables, variables, strict=True)]
             outputs = torch.stack(outputs, dim=-2)  # (..., n, h), the copy that backward keeps
         else:

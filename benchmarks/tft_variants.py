@@ -1,0 +1,143 @@
+"""Three ways to compute the TFT's variable selection: bytes and seconds, beside pytorch-forecasting where it is there.
+
+    python benchmarks/tft_variants.py             a few minutes, on a machine that does nothing else
+    python benchmarks/tft_variants.py streamed    only the rows whose name contains the word
+
+Bytes are traced by the CPU's rules. Seconds are those of whole training steps, Adam's loop included: the loop and the
+variant take turns, so that whatever else the machine does falls on both, and the ratio is that of the medians.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+import everybyte as eb
+from everybyte.models import TFT, TFTConfig, quantile_loss
+
+LOOP = TFTConfig()
+STREAMED = replace(LOOP, selection_compute="streamed")
+BATCH, TURNS = 8, 6
+LASTING = ("scratch", "parameter", "gradient", "optimizer state", "buffer")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model's loss on one batch, and the optimizer of its parameters."""
+
+    loss: Callable[[], Tensor]
+    optimizer: torch.optim.Optimizer
+
+    def step(self) -> None:
+        self.loss().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+ToDevice = Callable[[Tensor], Tensor]
+
+
+def job(model: torch.nn.Module, forecast: Callable[[], Tensor], to_device: ToDevice) -> Job:
+    """Adam's loop and the quantile loss, the same for all."""
+    target, quantiles = to_device(torch.randn(BATCH, LOOP.horizon)), to_device(torch.tensor(LOOP.quantiles))
+    adam = torch.optim.Adam(model.parameters(), 1e-4, foreach=False)
+    return Job(lambda: quantile_loss(forecast(), target, quantiles), adam)
+
+
+def ours(config: TFTConfig, to_device: ToDevice) -> Job:
+    model, shapes = TFT(config), config.input_shapes(BATCH)
+    x = [to_device(torch.randn(shapes[name])) for name in ("static", "past", "future")]
+    return job(model, lambda: model(*x), to_device)
+
+
+def pytorch_forecasting(to_device: ToDevice) -> Job:
+    """Its TFT at our sizes: 5 static, 210 observed and 10 known variables, each embedded by a layer 256 wide."""
+    from pytorch_forecasting.metrics import QuantileLoss
+    from pytorch_forecasting.models import TemporalFusionTransformer
+
+    kinds = {"static": LOOP.static_features, "observed": LOOP.observed_features, "known": LOOP.known_features}
+    static, observed, known = ([f"{kind} {i}" for i in range(count)] for kind, count in kinds.items())
+    model = TemporalFusionTransformer(
+        hidden_size=LOOP.hidden, hidden_continuous_size=LOOP.hidden, attention_head_size=LOOP.heads,
+        output_size=len(LOOP.quantiles), loss=QuantileLoss(list(LOOP.quantiles)), dropout=LOOP.dropout,
+        max_encoder_length=LOOP.history, embedding_sizes={}, x_categoricals=[], x_reals=static + observed + known,
+        static_reals=static, time_varying_reals_encoder=observed, time_varying_reals_decoder=known,
+    )  # fmt: skip
+    x = {"target_scale": to_device(torch.ones(BATCH, 2))}
+    for part, length in (("encoder", LOOP.history), ("decoder", LOOP.horizon)):
+        x[f"{part}_cont"] = to_device(torch.randn(BATCH, length, LOOP.features))
+        x[f"{part}_cat"] = to_device(torch.zeros(BATCH, length, 0, dtype=torch.long))
+        x[f"{part}_lengths"] = to_device(torch.full((BATCH,), length))
+    return job(model, lambda: model(x)["prediction"], to_device)
+
+
+VARIANTS: dict[str, Callable[[ToDevice], Job]] = {
+    "loop": lambda to_device: ours(LOOP, to_device),
+    "grouped": lambda to_device: ours(replace(LOOP, selection_compute="grouped"), to_device),
+    **{
+        f"streamed, {keep} outputs stay": lambda to_device, keep=keep: ours(
+            replace(STREAMED, selection_keep=keep), to_device
+        )
+        for keep in (0, STREAMED.selection_keep, LOOP.observed_features)
+    },
+}
+if importlib.util.find_spec("pytorch_forecasting"):
+    VARIANTS["pytorch-forecasting"] = pytorch_forecasting
+
+
+def traced(build: Callable[[ToDevice], Job]) -> dict[str, int]:
+    """Bytes by the CPU's rules: kept between forward and backward; at the peak of both; at the peak of a later step."""
+    with eb.trace(rules="cpu") as run:
+        kept = eb.saved(build(run.to_device).loss).total_bytes
+    with eb.trace(rules="cpu") as run:
+        made = build(run.to_device)
+        for _ in run.steps(1):
+            made.loss().backward()
+    beyond = run.timeline.without(*LASTING).peak_bytes
+    with eb.trace(rules="cpu") as run:
+        made = build(run.to_device)
+        for _ in run.steps(2):
+            made.step()
+    peak = run.timeline.without("scratch").peak_above_start
+    return {"saved, B": kept, "peak beyond weights and gradients, B": beyond, "peak of a step above its start, B": peak}
+
+
+def seconds(made: Job) -> float:
+    began = time.perf_counter()
+    made.step()
+    return time.perf_counter() - began
+
+
+def main(word: str = "") -> None:
+    cores = f"{torch.get_num_threads()} of {os.cpu_count()} cores, {platform.machine()}"
+    print(f"torch {torch.__version__}, Python {platform.python_version()}, {cores}; batch {BATCH}")
+    loop = VARIANTS["loop"](lambda host: host)
+    loop.step()
+    table = []
+    for name, build in VARIANTS.items():
+        if word.lower() not in name.lower():
+            continue
+        row = {"variant": name, **traced(build)}
+        made = build(lambda host: host)
+        made.step()  # the first step makes the optimizer's state
+        turns = [(seconds(loop), seconds(made)) for _ in range(TURNS)]
+        loops, steps = zip(*turns, strict=True)
+        row |= {"median, s": statistics.median(steps), "least": min(steps), "most": max(steps)}
+        row["times the loop"] = statistics.median(steps) / statistics.median(loops)
+        print(f"  {name}: {row['median, s']:.2f} s a step, {row['times the loop']:.2f} times the loop", flush=True)
+        table.append(row)
+    print(pd.DataFrame(table).set_index("variant").round(3).T.to_string())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2])
