@@ -71,7 +71,5 @@ def test_the_recordings_of_a_folder_go_by_their_names(own, tmp_path):
     assert recorded.in_folder(None) == {}
     with pytest.raises(ValueError, match="EVERYBYTE_SNAPSHOTS"):
         recorded.in_folder(tmp_path / "missing")
-    with pytest.raises(
-        ValueError, match=r"attention-small is not in .*: get mem_snapshot\.pickle from https:"
-    ):
+    with pytest.raises(ValueError, match=r"attention-small is not in .*: get mem_snapshot\.pickle from https:"):
         recorded.make(own.parent, tmp_path)
