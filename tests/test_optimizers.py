@@ -191,6 +191,8 @@ def test_clipping_by_the_norm_makes_a_number_for_each_tensor_and_foreach_partial
     frame = run.timeline.frame().query("step == 0 and action == 'alloc'")
     partial = frame[frame["category"] == "scratch"]["nbytes"].tolist()
     assert partial == ([] if foreach is False else [4 * 3 * 2])  # two runs of 65,536 numbers in the largest
+    first = frame["category"].iloc[0] == "scratch"
+    assert bool(first) is (foreach is not False)  # taken before the norms are made
     others = frame[frame["category"] != "scratch"]["nbytes"].tolist()
     # Three norms, side by side, and theirs; that plus a little, its inverse, times the limit, at most 1.
     assert others == [*3 * [4], 3 * 4, 4, 4, 4, 4, 4]

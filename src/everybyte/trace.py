@@ -8,7 +8,7 @@ otherwise is stated in `rules`.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from functools import cache, partial
@@ -338,8 +338,10 @@ class Trace(Run):
         if op.may_take_over and self._writes.takes_over(func, args, node, caller, from_python):
             self._record_scratch(func, op, args, kwargs, node)
             return args[0]
-        if func in (_EMPTY, _LIFT) and not self._calls and (
-            self._rules.on_host or not made_for_the_host(asking_frame())
+        if (
+            func in (_EMPTY, _LIFT)
+            and not self._calls
+            and (self._rules.on_host or not made_for_the_host(asking_frame()))
         ):
             if func is _EMPTY:  # torch.Tensor(2, 3), which has no Python face
                 kwargs = {**kwargs, "device": META}
@@ -379,10 +381,12 @@ class Trace(Run):
             real = self._known.follow(func, args, kwargs)
         self._made = []
         if not op.aliases:
-            for made in _tensors(out if isinstance(out, (tuple, list)) else (out,), {}):
-                if self.counts(made) and not self._storages.is_known(made):
-                    self._made.append(self._storages.record(made, op=op.name, **self._whose(node)))
-            self._record_scratch(func, op, args, kwargs, node)
+            results = _tensors(out if isinstance(out, (tuple, list)) else (out,), {})
+            if func in self._rules.scratch_first:
+                self._record_scratch(func, op, args, kwargs, node, results)
+            else:
+                self._record_results(results, op, node)
+                self._record_scratch(func, op, args, kwargs, node)
         if op.mutates:
             for written in _tensors([args[i] if i < len(args) else kwargs.get(name) for i, name in op.written], {}):
                 if self.counts(written) and self._storages.has_grown(written):
@@ -409,8 +413,16 @@ class Trace(Run):
             return False
         return not any(tensor.is_meta for tensor in tensors) and kwargs.get("device") != META
 
-    def _record_scratch(self, func: Any, op: _Op, args: Any, kwargs: Any, node: Any) -> None:
-        """Records what the kernel allocates for itself, and that it gives it back."""
+    def _record_results(self, results: Iterable[torch.Tensor], op: _Op, node: Any) -> None:
+        """Records the storages among an op's results that are new."""
+        for made in results:
+            if self.counts(made) and not self._storages.is_known(made):
+                self._made.append(self._storages.record(made, op=op.name, **self._whose(node)))
+
+    def _record_scratch(
+        self, func: Any, op: _Op, args: Any, kwargs: Any, node: Any, results: Iterable[torch.Tensor] = ()
+    ) -> None:
+        """Records what the kernel allocates for itself, results that it makes after that, and that it gives it back."""
         self._note_left_out(func)
         derive = self._rules.scratch.get(func)
         recorder, live = self._storages.recorder, []
@@ -421,6 +433,7 @@ class Trace(Run):
             elif nbytes > 0:
                 live.append((nbytes, recorder.alloc(nbytes, op=op.name, **whose)))
                 recorder.label(live[-1][1], "scratch")
+        self._record_results(results, op, node)
         self._note_workspace(func, op, args, kwargs, node)
         for _, event in reversed(live):  # as C++ destroys what a function holds
             recorder.free(event)

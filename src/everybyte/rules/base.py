@@ -27,6 +27,7 @@ class Rules:
         functions: Function of torch's Python face -> a function of the same arguments that takes the device's path.
         scratch: Op -> a function of the same arguments: the sizes in bytes of what its kernel allocates for itself, in
             order; all of it is given back before the kernel returns, and -n says that n bytes are given back earlier.
+        scratch_first: Ops whose kernel allocates it before its results; the others' do after them.
         remarks: Function of torch's Python face -> a function of the same arguments: what the user should know of the
             call, or None.
         left_out: Op or function -> memory that it takes beside what is traced and that no rule derives.
@@ -39,6 +40,7 @@ class Rules:
     kernels: Mapping[Any, Function]
     functions: Mapping[Any, Function]
     scratch: Mapping[Any, Callable[..., Iterable[int]]] = field(default_factory=dict)
+    scratch_first: frozenset[Any] = frozenset()
     remarks: Mapping[Any, Callable[..., str | None]] = field(default_factory=dict)
     left_out: Mapping[Any, str] = field(default_factory=dict)
     not_covered: Mapping[Any, str] = field(default_factory=dict)

@@ -373,6 +373,12 @@ def foreach_norm_scratch(tensors: Any, order: float = 2, dtype: torch.dtype | No
     return [len(tensors) * chunks * accumulate_type(dtype or tensors[0].dtype).itemsize]
 
 
+SCRATCH_FIRST: Final = frozenset(
+    {aten._foreach_norm.Scalar, aten.native_layer_norm.default, aten._fused_rms_norm.default}
+)
+"""Their kernels take it before they make their results (the files named with each)."""
+
+
 # -- what is known and not derived -------------------------------------------------------------------------------------
 
 LEFT_OUT |= dict.fromkeys(
@@ -423,6 +429,7 @@ RULES: Final = Rules(
     kernels={**KERNELS, **cuda_dropout.KERNELS, **cuda_rnn.KERNELS, **cuda_attention.KERNELS},
     functions={**FUNCTIONS, **cuda_dropout.FUNCTIONS, **cuda_rnn.FUNCTIONS, **cuda_attention.FUNCTIONS},
     scratch={**SCRATCH, **cuda_reduction.SCRATCH, **cuda_rnn.SCRATCH, **cuda_attention.SCRATCH},
+    scratch_first=SCRATCH_FIRST,
     remarks={**cuda_rnn.REMARKS, **cuda_attention.REMARKS},
     left_out={**LEFT_OUT, **cuda_rnn.LEFT_OUT, **cuda_attention.LEFT_OUT},
     not_covered={**NOT_COVERED, **cuda_rnn.NOT_COVERED},
