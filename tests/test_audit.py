@@ -141,6 +141,8 @@ def test_a_number_that_is_written_to_any_digits_holds(nbytes, unit, digits):
         ({"value": "b * 4"}, "claim 1: 'b \\* 4': no name 'b': put it under given"),
         ({"value": "1 / 0"}, "claim 1: '1 / 0'"),
         ({"value": "2 ** 10 ** 10"}, "a power is a whole number up to 64"),
+        ({"value": "(9 ** 64) ** 64 > 1"}, "a number too large for any document"),
+        ({"value": "(" * 99 + "1" + ")" * 99 + "1"}, "is no expression"),
         ({"value": "[4]"}, "only numbers, names"),
         ({"value": "().__class__"}, "only numbers, names"),
         ({"value": "MB(3)"}, "MB is a number, not a function"),
@@ -194,6 +196,9 @@ def test_a_function_that_fails_is_told_with_its_row(ledger, tmp_path):
     assert verdict(ledger({"value": "f(0)"}, head=head)) == "holds"
     with pytest.raises(LedgerError, match=re.escape("claim 1: 'f(1)': list index out of range")):
         verdict(ledger({"value": "f(1)"}, head=head))
+    (tmp_path / "own.py").write_text("f = exit")
+    with pytest.raises(LedgerError, match="claim 1: 'f"):
+        verdict(ledger({"value": "f(3)"}, head=head))
     (tmp_path / "own.py").write_text("import nothing_of_this_name")
     with pytest.raises(LedgerError, match=r"own\.py does not run: ModuleNotFoundError"):
         verdict(ledger({"value": "f(0)"}, head=head))

@@ -15,6 +15,8 @@ import pytest
 from conftest import ROOT
 from packaging.requirements import Requirement
 
+from everybyte.audit import packaged
+
 LIBRARY = {"torch", "numpy", "pandas", "pyarrow", "sympy"}
 PINS = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "requirements.txt").read_text(), flags=re.MULTILINE))
 
@@ -46,6 +48,10 @@ def test_the_wheel_carries_every_module_and_the_look_of_the_figures(wheel):
 def test_the_wheel_installs_the_command(wheel):
     (entry_points,) = (name for name in wheel.namelist() if name.endswith("dist-info/entry_points.txt"))
     assert b"everybyte = everybyte.cli:main" in wheel.read(entry_points)
+
+
+def test_the_wheel_carries_the_ledgers_that_the_audit_reads(wheel):
+    assert {f"everybyte/claims/{path.name}" for path in packaged()} <= set(wheel.namelist())
 
 
 def test_the_wheel_asks_for_five_packages(wheel):

@@ -246,7 +246,7 @@ class Ledger:
         path = Path(path)
         try:
             head = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise LedgerError(f"{path}: not TOML: {error}") from None
         rows = head.pop("claim", None)
         good = isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)
@@ -365,7 +365,7 @@ def _functions(ledger: Path, path: Path) -> dict[str, Callable[..., Any]]:
     module = module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise LedgerError(f"{ledger}: {path.name} does not run: {type(error).__name__}: {error}") from None
     return {name: value for name, value in vars(module).items() if callable(value) and not name.startswith("_")}
 
@@ -380,6 +380,7 @@ _OPERATORS: Final[Mapping[type, Callable[..., Any]]] = {
     ast.GtE: operator.ge,
 }  # fmt: skip
 LARGEST_POWER: Final = 64
+LARGEST: Final = 10**100
 
 
 def evaluate(where: str, text: str, names: Mapping[str, Any]) -> Value:
@@ -394,7 +395,7 @@ def evaluate(where: str, text: str, names: Mapping[str, Any]) -> Value:
         raise
     except SyntaxError as error:
         raise LedgerError(f"{where}: {text!r} is no expression: {error.msg}") from None
-    except Exception as error:  # whatever the ledger's functions raise
+    except (Exception, SystemExit) as error:  # whatever the ledger's functions raise
         raise LedgerError(f"{where}: {text!r}: {error or type(error).__name__}") from None
 
 
@@ -413,8 +414,11 @@ def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
             if isinstance(op, ast.Pow):
                 if y.denominator != 1 or abs(y) > LARGEST_POWER:
                     raise ValueError(f"a power is a whole number up to {LARGEST_POWER}, not {y}")
-                return x ** int(y)
-            return _OPERATORS[type(op)](x, y)
+                y = int(y)
+            result = _OPERATORS[type(op)](x, y)
+            if max(abs(result.numerator), result.denominator) > LARGEST:
+                raise ValueError("a number too large for any document")
+            return result
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_value(operand, names)
         case ast.Compare(left=left, ops=ops, comparators=rights) if all(type(op) in _OPERATORS for op in ops):
