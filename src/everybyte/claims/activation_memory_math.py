@@ -5,6 +5,7 @@ Sizes are the worked example's unless said otherwise: b = 4, s = h = 2048, a = 1
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from fractions import Fraction
 from functools import cache
@@ -330,16 +331,30 @@ def prefill_scores(queries: int, positions: int = 2048) -> int:
 # The allocator.
 
 
-def reserved_over_allocated(lengths: str) -> Fraction:
-    """Peak reserved by peak allocated, of twenty batches whose tensors have one length or many, each let go in turn."""
+def _batches(lengths: str) -> Timeline:
+    """Twenty batches whose tensors have one length or many, each let go before the next."""
     recorder = Recorder()
     for batch in range(20):
         length = 512 if lengths == "one" else 512 + 97 * (batch * 7 % 20)
         held = [recorder.alloc(4 * length * 2048 * width, device="cuda:0") for width in (1, 4, 1, 4)]
         for storage in held:
             recorder.free(storage)
-    replay = eb.Allocator().replay(recorder.finish({}))
+    return recorder.finish({})
+
+
+def reserved_over_allocated(lengths: str) -> Fraction:
+    """Peak reserved by peak allocated in these batches."""
+    replay = eb.Allocator().replay(_batches(lengths))
     return Fraction(replay.peak_reserved, replay.peak_allocated)
+
+
+def smallest_card_over_reserved(lengths: str) -> Fraction:
+    """The least memory in which these batches run, to 2 MiB, by what they reserve where there is plenty."""
+    timeline = _batches(lengths)
+    reserved = eb.Allocator().replay(timeline).peak_reserved
+    cards = range(timeline.peak_bytes, reserved + eb.units.MiB, 2 * eb.units.MiB)
+    enough = bisect_left(cards, True, key=lambda card: eb.Allocator(card).replay(timeline).out_of_memory is None)
+    return Fraction(cards[enough], reserved)
 
 
 def needs_workspace() -> bool:
