@@ -138,6 +138,7 @@ def test_a_number_that_is_written_to_any_digits_holds(nbytes, unit, digits):
         ({"value": 4}, "claim 1: value = 4: write it as text"),
         ({"colour": "red"}, "claim 1: no such field: colour; there are id, place"),
         ({"value": "4 *"}, "claim 1: '4 \\*' is no expression"),
+        ({"value": "2or 3"}, "claim 1: '2or 3' is no expression"),
         ({"value": "b * 4"}, "claim 1: 'b \\* 4': no name 'b': put it under given"),
         ({"value": "1 / 0"}, "claim 1: '1 / 0'"),
         ({"value": "2 ** 10 ** 10"}, "a power is a whole number up to 64"),

@@ -42,6 +42,7 @@ import math
 import operator
 import re
 import tomllib
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from fractions import Fraction
@@ -390,7 +391,10 @@ def evaluate(where: str, text: str, names: Mapping[str, Any]) -> Value:
         LedgerError: If it is none, or has no value.
     """
     try:
-        return _number(where, _value(ast.parse(text.strip(), mode="eval").body, names))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", SyntaxWarning)  # 2or 3
+            tree = ast.parse(text.strip(), mode="eval")
+        return _number(where, _value(tree.body, names))
     except LedgerError:
         raise
     except SyntaxError as error:
