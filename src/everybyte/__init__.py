@@ -4,6 +4,7 @@ from . import formulas, gpus, models, report, workspace
 from .allocator import Allocator
 from .audit import Ledger
 from .fit import fit_formula
+from .leaks import Leaks, leaks
 from .measure import Measurement, measure
 from .saved import Saved, saved
 from .snapshot import Snapshot
@@ -15,6 +16,7 @@ from .values import DataDependentShape
 __all__ = [
     "Allocator",
     "DataDependentShape",
+    "Leaks",
     "Ledger",
     "Measurement",
     "Saved",
@@ -25,6 +27,7 @@ __all__ = [
     "format_bytes",
     "formulas",
     "gpus",
+    "leaks",
     "measure",
     "models",
     "parse_bytes",

@@ -22,3 +22,11 @@ def peak_resident_bytes() -> int:
         return int(high_water[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): kilobytes on Linux, bytes on macOS
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def resident_bytes() -> int | None:
+    """What of this process lies in memory now, in bytes; None where the system does not say (Linux does)."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:
+        return None

@@ -52,6 +52,7 @@ class Measurement(Run):
     """
 
     def __init__(self, device: str) -> None:
+        super().__init__()
         self.device = device
         self._attribution = Attribution(self._on_module, self._on_optimizer, self._label_module)
         self._labels: list[dict[int | None, str]] = []  # at each label mark: address -> category
@@ -87,6 +88,15 @@ class Measurement(Run):
         if self._timeline is None:
             raise RuntimeError("the measurement is still running (or failed); read its timeline after the with block")
         return self._timeline
+
+    def live_storages(self) -> dict[int, int]:
+        return {address: storage for address, (storage, _) in self._left.items()}
+
+    def address(self, tensor: torch.Tensor) -> int:
+        """0 also for another size than was allocated there: then another tensor has taken the address since."""
+        storage = storage_of(tensor)
+        address = storage.data_ptr() if storage is not None else 0
+        return address if address in self._left and self._left[address][1] == storage.nbytes() else 0
 
     # -- marks left in the profile while the code runs -----------------------------------------------------------------
 
@@ -136,6 +146,7 @@ class Measurement(Run):
         finally:
             if collects:
                 gc.enable()
+        self._left = reader.live()
         return reader.recorder.finish(
             {
                 "evidence": "measured",
@@ -159,6 +170,10 @@ class _Reader:
         self._optimizer = False
         self._kernel: str | None = None
         self._made_in_kernel: list[int] = []
+
+    def live(self) -> dict[int, tuple[int, int]]:
+        """By address the storage that lives there now, and its bytes."""
+        return {address: (storage, self.recorder.nbytes(storage)) for address, storage in self._at.items()}
 
     def read(self, events: list[Any]) -> None:
         """Reads the events of one level of the tree and what lies below them."""

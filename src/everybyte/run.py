@@ -10,17 +10,32 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
+from .host import resident_bytes
 from .timeline import Timeline
 
 
+class Mark(NamedTuple):
+    """Where a step begins: the number of the next node of a gradient graph, and the process's resident bytes."""
+
+    node: int
+    resident: int | None
+
+
 class Run(ABC):
-    """The object a `with` block works with: it counts steps, brings data to the device, and ends with a timeline."""
+    """The object a `with` block works with: it counts steps, brings data to the device, and ends with a timeline.
+
+    Attributes:
+        marks: Where each step began and, under the number that follows them, where the last one ended.
+    """
+
+    def __init__(self) -> None:
+        self.marks: dict[int, Mark] = {}
 
     @abstractmethod
     def _begin_step(self, step: int, *, over: bool = False) -> None: ...
@@ -33,6 +48,14 @@ class Run(ABC):
     @abstractmethod
     def timeline(self) -> Timeline:
         """What happened. Complete once the `with` block has ended."""
+
+    @abstractmethod
+    def live_storages(self) -> dict[int, int]:
+        """Addresses of the storages that still live, and their numbers in the timeline."""
+
+    @abstractmethod
+    def address(self, tensor: torch.Tensor) -> int:
+        """The address of a tensor's storage as in `live_storages`; 0 if it has none."""
 
     def steps(self, count: int) -> Iterator[int]:
         """Yields 0, 1, ... `count` - 1 and marks where each step begins.
@@ -48,9 +71,13 @@ class Run(ABC):
 
     def _steps(self, count: int) -> Iterator[int]:
         for step in range(count):
-            self._begin_step(step)
+            self._mark_step(step)
             yield step
-        self._begin_step(count, over=True)
+        self._mark_step(count, over=True)
+
+    def _mark_step(self, step: int, *, over: bool = False) -> None:
+        self._begin_step(step, over=over)
+        self.marks[step] = Mark(torch._C._autograd._get_sequence_nr(), resident_bytes())
 
     def to_device(self, data: Any) -> Any:
         """Copies data from the host to the run's device, as a training loop does with a batch.

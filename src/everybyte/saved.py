@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import pandas as pd
@@ -245,6 +246,11 @@ def _graph(roots: list[Any]) -> list[Any]:
     return sorted(found, key=lambda node: node._sequence_nr())
 
 
+def kept_by(node: Any) -> list[torch.Tensor]:
+    """The tensors that a node of a graph keeps; none once a backward pass has let them go."""
+    return [kept.tensor for kept in (*_operands([node]), *_recomputed_from([node]))]
+
+
 def _operands(nodes: list[Any]) -> Iterator[_Kept]:
     """What the nodes themselves hold, by its names in PyTorch's derivative formulas, as it is or as hooks packed it."""
     for node in nodes:
@@ -287,13 +293,17 @@ def _held_by(frame: Any, seen: set[_CheckpointFrame]) -> Iterator[tuple[str, tor
 
 def _raw(node: Any) -> Iterator[tuple[str, Any]]:
     """The saved tensors of a node, packed, and their names."""
-    for name in dir(node):
-        if name.startswith("_raw_saved_"):
-            raw = getattr(node, name)
-            operand = "saved by the function" if name == "_raw_saved_tensors" else name.removeprefix("_raw_saved_")
-            for kept in raw if isinstance(raw, (tuple, list)) else (raw,):
-                if kept is not None:
-                    yield operand, kept
+    for name in _raw_names(type(node)):
+        raw = getattr(node, name)
+        operand = "saved by the function" if name == "_raw_saved_tensors" else name.removeprefix("_raw_saved_")
+        for kept in raw if isinstance(raw, (tuple, list)) else (raw,):
+            if kept is not None:
+                yield operand, kept
+
+
+@lru_cache(maxsize=1024)
+def _raw_names(kind: type) -> list[str]:
+    return [name for name in dir(kind) if name.startswith("_raw_saved_")]
 
 
 def _in(value: Any) -> list[torch.Tensor]:

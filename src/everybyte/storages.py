@@ -54,6 +54,11 @@ class Storages:
         tracked.address, tracked.event, tracked.nbytes = storage._cdata, event, nbytes
         self._tracked[tracked.address] = tracked
 
+    def weakly(self) -> dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]]:
+        """By address the number of each storage that lives, and a reference that tells when it dies."""
+        alive = [(address, tracked.event, tracked()) for address, tracked in self._tracked.items()]
+        return {address: (event, weakref.ref(storage)) for address, event, storage in alive if storage is not None}
+
     def _die(self, tracked: _Tracked) -> None:
         self._forget(tracked.address)
         if self._tracked.get(tracked.address) is tracked:

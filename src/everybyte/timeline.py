@@ -340,6 +340,9 @@ class Recorder:
         """How many have been recorded."""
         return len(self._events)
 
+    def nbytes(self, storage: int) -> int:
+        return self._storages[storage]["nbytes"]
+
     def is_live(self, storage: int) -> bool:
         return storage in self._live
 

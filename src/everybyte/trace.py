@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 
 from . import gpus, snapshot_file, values, workspace
-from .attribution import Attribution, asking_frame, user_frame, user_line
+from .attribution import Attribution, asking_frame, storage_of, user_frame, user_line
 from .files import guarded
 from .gpus import GPU
 from .kernels import META, Kernels
@@ -126,6 +126,7 @@ class Trace(Run):
     """
 
     def __init__(self, rules: Rules, gpu: GPU | None = None) -> None:
+        super().__init__()
         self.rules = rules.name
         self.gpu = gpu
         self.stream = 0
@@ -193,8 +194,17 @@ class Trace(Run):
             self._label_module(root)
         self._label_gradients()
         self._timeline = self.timeline
+        self._left = self._storages.weakly()
         self._storages = Storages(forget=self._known.forget)  # what dies from here on is no event of this run
         empty_caches_of_tensors()
+
+    def live_storages(self) -> dict[int, int]:
+        left = self._storages.weakly() if self._timeline is None else self._left
+        return {address: event for address, (event, storage) in left.items() if storage() is not None}
+
+    def address(self, tensor: torch.Tensor) -> int:
+        storage = storage_of(tensor)
+        return storage._cdata if storage is not None else 0
 
     @property
     def timeline(self) -> Timeline:
