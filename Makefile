@@ -8,6 +8,7 @@ PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+TESTABLE := $(VENV)/.testable
 PRESS := $(BIN)/python book/press.py
 PYTEST := $(BIN)/python -m pytest
 
@@ -42,6 +43,10 @@ $(INSTALLED): requirements.txt pyproject.toml
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
+$(TESTABLE): requirements-test.txt $(INSTALLED)
+	$(BIN)/python -m pip install --disable-pip-version-check -r requirements-test.txt -c requirements.txt
+	@touch $@
+
 book: $(INSTALLED)  ## execute every notebook into _build/run, then render _build/html from there
 	@$(PRESS) execute
 	@$(PRESS) render --executed
@@ -50,7 +55,7 @@ html: $(INSTALLED)  ## render _build/html from the stored outputs, executing not
 	@$(PRESS) render
 
 test: export EVERYBYTE_DEVICE = cpu
-test: $(INSTALLED)  ## what CI runs: lint, tests, every notebook, a clean build
+test: $(TESTABLE)  ## what CI runs: lint, tests, every notebook, a clean build
 	@echo "1/3  ruff"
 	@$(BIN)/ruff check .
 	@echo "2/3  pytest, $(JOBS) at a time: the library, the notebooks (nbval, papermill) and the rendered pages"

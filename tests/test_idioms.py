@@ -221,3 +221,57 @@ def test_an_indexed_bias_shared_by_a_batch_gathers_its_gradient_in_place():
             (x * table[:, places]).sum().backward()
 
     assert_agree(body)
+
+
+# -- sequences of several lengths --------------------------------------------------------------------------------------
+
+
+def packed(run, lengths):
+    layer = nn.LSTM(8, 16, num_layers=2, batch_first=True, dropout=0.1)
+    x, given = run.to_device(rows(3, 5, 8)), run.to_device(np.array(lengths))
+    for _ in run.steps(2):
+        sequences = nn.utils.rnn.pack_padded_sequence(x, given.cpu(), batch_first=True, enforce_sorted=False)
+        out, read = nn.utils.rnn.pad_packed_sequence(layer(sequences)[0], batch_first=True)
+        assert read.tolist() == lengths and out.shape == (3, max(lengths), 16)
+        out.sum().backward()
+
+
+def test_packed_sequences_of_one_length_run_as_if_they_were_not_packed():
+    assert_agree(lambda run: packed(run, [5, 5, 5]))
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_sequences_are_packed_by_the_values_of_their_lengths(rules):
+    with eb.trace(rules=rules) as run:
+        packed(run, [5, 3, 4])
+    assert run.unknown_reads == []
+
+
+# -- mixtures of experts -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [32, 30])
+def test_one_product_a_group_pads_its_rows_to_sixteen_bytes(width):
+    def body(run):
+        experts = nn.Parameter(torch.zeros(4, width, 64))
+        x, ends = run.to_device(rows(48, 64)), run.to_device(np.array([10, 20, 20, 48], "int32"))
+        x.requires_grad_()
+        for _ in run.steps(1):
+            out = torch._grouped_mm(x, experts.mT, offs=ends)
+            if width % 4 == 0:  # the gradient's own product takes no other
+                (2 * out).sum().backward()
+
+    assert_agree(body)
+
+
+# -- runs that go well -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rules", RULES)
+def test_a_loss_that_is_tested_is_finite(rules):
+    with eb.trace(rules=rules) as run:
+        loss = nn.Linear(8, 1)(run.to_device(rows(4, 8))).mean()
+        if not torch.isfinite(loss) or torch.isnan(loss).any():
+            loss = torch.tensor(1e9)
+        loss.backward()
+    assert run.conditional == [] and len(run.unknown_reads) == 2

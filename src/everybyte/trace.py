@@ -43,6 +43,12 @@ _ACROSS: Final = frozenset(
     {_COPY, aten._to_copy.default, _INDEX, aten._index_put_impl_.default, aten.index_put_.default}
 )
 """Ops that take a tensor from the host beside the device's own: copies, and indices (`ATen/native/IndexingUtils.h`)."""
+_HEALTHY: Final = {
+    **dict.fromkeys((torch.isfinite, torch.Tensor.isfinite), True),
+    **dict.fromkeys((torch.isnan, torch.Tensor.isnan, torch.isinf, torch.Tensor.isinf), False),
+}
+"""Question -> its answer for every number of a training run that goes well."""
+_PACK: Final = aten._pack_padded_sequence.default
 _EMPTY: Final = aten.empty.memory_format
 _LIFT: Final = aten.lift_fresh.default
 _ACCUMULATE_GRAD: Final = torch._C._functions.AccumulateGrad
@@ -116,7 +122,8 @@ class Trace(Run):
         rules: Whose kernels' rules it follows.
         gpu: The GPU that it follows; None under the CPU's rules.
         attribution: Whose memory it is.
-        unknown_reads: Every place where the code asked for a value that nobody knows (it got the type's zero).
+        unknown_reads: Every place where the code asked for a value that nobody knows: it got the type's zero, or where
+            it asks whether numbers are finite, that they are.
         conditional: Lines at which such a value decided a branch: a real run may go the other way.
         not_covered: Backward nodes and modes that the run used and that allocate otherwise in a real run.
         stream: Number of the stream that is current; 0 is the default stream.
@@ -257,6 +264,11 @@ class Trace(Run):
             self._calls.pop()
         self._note_left_out(function)
         self._scalars.settle(out)
+        if function in _HEALTHY and out.is_meta and values.is_small(out) and self._known.twin(out) is None:
+            self.unknown_reads.append(UnknownRead(user_line(), function.__name__))
+            with torch._C._DisableTorchDispatch():
+                real = torch.empty_strided(out.size(), out.stride(), dtype=torch.bool, device="cpu")
+                self._known.remember(out, real.fill_(_HEALTHY[function]))
         return out
 
     def _by_rule(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -368,7 +380,11 @@ class Trace(Run):
         if func is _COPY and not self._rules.on_host and not args[0].is_meta:
             self._unknown_read("copy_", args[1])  # the host's own memory, filled with what nobody knows
             return args[0]
-        args, kwargs = self._meet(func, tensors, args, kwargs)
+        if func is _PACK:
+            args = (args[0], self._lengths(args[1]), *args[2:])
+        elif len({tensor.is_meta for tensor in tensors}) == 2:
+            args, kwargs = self._meet(func, tensors, args, kwargs)
+            tensors = _tensors(args, kwargs)
         if func is _UPDATE_SCALE and not self._known.covers([args[2]]):
             self._known.remember(args[2], _zeros(args[2]))  # the step before was taken: it found no infinity
         if from_python:
@@ -490,10 +506,6 @@ class Trace(Run):
             ValueError: If a real tensor learns.
             RuntimeError: If it is on the host, no single number, and the device's kernel does not take it from there.
         """
-        traced = {tensor.is_meta for tensor in tensors}
-        if len(traced) < 2:
-            return args, kwargs
-
         if torch.is_grad_enabled() and any(not t.is_meta and t.requires_grad and t.is_leaf for t in tensors):
             raise ValueError(
                 f"{user_line()}: a tensor that learns was made outside the trace; build the model inside the with "
@@ -512,6 +524,16 @@ class Trace(Run):
             return tensor if tensor.is_meta else self._likeness(tensor)
 
         return tree_map_only(torch.Tensor, stand_in, args), tree_map_only(torch.Tensor, stand_in, kwargs)
+
+    def _lengths(self, lengths: torch.Tensor) -> torch.Tensor:
+        """The lengths of sequences to be packed, which decide how much is: their values in host memory."""
+        real = self._known.twin(lengths)
+        if real is None:
+            raise DataDependentShape(
+                f"{user_line()}: how much is packed depends on the lengths' values, which the trace does not know; "
+                "bring them in with run.to_device(lengths), or leave them on the host"
+            )
+        return real
 
     # -- values --------------------------------------------------------------------------------------------------------
 

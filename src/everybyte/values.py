@@ -169,7 +169,7 @@ class KnownValues:
             The real result, or `UNKNOWN` if it does not follow from the arguments.
         """
         name = func._schema.name.split("::")[1]
-        dtype = kwargs.get("dtype")
+        dtype = kwargs.get("dtype") or next((arg.dtype for arg in args if isinstance(arg, torch.Tensor)), None)
         integral = dtype is not None and not dtype.is_floating_point and not dtype.is_complex
         if name in _UNINITIALISED and not integral:
             return UNKNOWN

@@ -14,6 +14,7 @@ from torch._prims_common import suggest_memory_format
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
+from ..units import round_up
 from . import autocast
 from .base import Function, Rules, stating
 from .layout import iterated_strides
@@ -91,14 +92,25 @@ def _attention_choice(query: Any, key: Any, value: Any, mask: Any, dropout: floa
 def lstm(input: Any, *rest: Any) -> Any:
     """An LSTM as oneDNN runs it, one call a layer and direction (`ATen/native/mkldnn/RNN.cpp`, `mkldnn_rnn`).
 
-    oneDNN takes no packed sequence, no projection and no double precision; the cells then run one by one.
+    oneDNN takes no projection and no double precision, and of packed sequences those of one length
+    (`ATen/native/RNN.cpp`, `lstm`); the cells then run one by one.
     """
-    if not isinstance(rest[0], (tuple, list)):
-        return torch.lstm(input, *rest)
-    (hx, cx), weights, has_biases, num_layers, dropout, train, bidirectional, batch_first = rest
+    is_packed = not isinstance(rest[0], (tuple, list))
+    if is_packed:
+        sizes, (hx, cx), weights, has_biases, num_layers, dropout, train, bidirectional = rest
+        batch_first = False
+    else:
+        (hx, cx), weights, has_biases, num_layers, dropout, train, bidirectional, batch_first = rest
     hidden, directions = hx.shape[-1], 2 if bidirectional else 1
     per_layer = len(weights) // (num_layers * directions)
-    if per_layer > (4 if has_biases else 2) or input.dtype not in _onednn_dtypes() or input.numel() == 0:
+    by_cells = per_layer > (4 if has_biases else 2) or input.dtype not in _onednn_dtypes() or input.numel() == 0
+    if is_packed:
+        steps, b = len(sizes), int(sizes[0])
+        if by_cells or input.shape[0] != steps * b:
+            return torch.lstm(input, *rest)
+        output, *states = lstm(input.view(steps, b, -1), *rest[1:], False)
+        return output.view(steps * b, -1), *states
+    if by_cells:
         return _layer_by_layer(_lstm_cell, input, list(zip(hx.unbind(0), cx.unbind(0), strict=True)), *rest[1:])
     layer_input = first_input = (input.transpose(0, 1) if batch_first else input).contiguous()  # held to the end
     hx, cx = hx.contiguous(), cx.contiguous()
@@ -274,6 +286,24 @@ def unfolded(input: Any, *rest: Any) -> Any:
     """In a storage that was made for the input (`ATen/native/Im2Col.cpp`, `Col2Im.cpp`, and those for CUDA)."""
     out = (aten.im2col if len(rest) == 4 else aten.col2im).default(input, *rest)
     return input.new_empty(input.shape).resize_(out.shape)
+
+
+# -- products of groups ------------------------------------------------------------------------------------------------
+
+
+@stating(KERNELS, aten._grouped_mm.default)
+def grouped_product(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: torch.dtype | None = None) -> Any:
+    """One product a group, of rows or of matrices; rows of the result begin at multiples of 16 bytes.
+
+    `ATen/native/GroupedMMUtils.h`, `create_grouped_gemm_output_tensor`. Meta takes bf16 alone.
+    """
+    dtype = out_dtype or a.dtype
+    rows, columns = a.shape[-2], b.shape[-1]
+    pitch = round_up(columns * dtype.itemsize, 16) // dtype.itemsize
+    if a.dim() != b.dim():
+        return a.new_empty_strided((rows, columns), (pitch, 1), dtype=dtype)
+    groups = offs.shape[0] if a.dim() == 2 else a.shape[0]
+    return a.new_empty_strided((groups, rows, columns), (rows * pitch, pitch, 1), dtype=dtype)
 
 
 # -- kernels whose outputs differ --------------------------------------------------------------------------------------

@@ -287,11 +287,12 @@ _NOT_OF_A_DEVICE: Final = (
     *(aten.mse_loss.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default),
     *(aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default),
     *(aten.binary_cross_entropy.default, aten.binary_cross_entropy_backward.default),
-    *(aten.im2col.default, aten.col2im.default),
+    *(aten.im2col.default, aten.col2im.default, aten._grouped_mm.default),
     *cpu.FUSED_STEPS,
 )
-"""Ops whose rule for the CPU follows code that all devices share (`SoftMax.cpp`, `Pow.cpp`, `Loss.cpp`), and the binary
-cross-entropy and unfolding, of which `ATen/native/cuda/Loss.cu`, `Im2Col.cu` and `Col2Im.cu` say the same."""
+"""Ops whose rule for the CPU follows code that all devices share (`SoftMax.cpp`, `Pow.cpp`, `Loss.cpp`,
+`GroupedMMUtils.h`), and the binary cross-entropy and unfolding, of which `ATen/native/cuda/Loss.cu`, `Im2Col.cu` and
+`Col2Im.cu` say the same."""
 
 KERNELS |= {op: cpu.KERNELS[op] for op in _NOT_OF_A_DEVICE}
 FUNCTIONS[torch._C._nn.mish] = cpu.mish  # one kernel on every device, `ATen/native/Activation.cpp`
@@ -381,6 +382,7 @@ SCRATCH_FIRST: Final = frozenset(
 
 # -- what is known and not derived -------------------------------------------------------------------------------------
 
+LEFT_OUT[aten._grouped_mm.default] = "workspace of products of groups"
 LEFT_OUT |= dict.fromkeys(
     (aten.convolution.default, aten.convolution_backward.default), "workspace of cuDNN's convolution"
 )
