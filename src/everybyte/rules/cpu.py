@@ -270,6 +270,27 @@ for _function, _cell in ((torch.gru, _gru_cell), (torch.rnn_tanh, _tanh_cell), (
     _recurrent(_function, _cell)
 
 
+REMARKS: Final[dict[Any, Function]] = {}
+"""Function of torch's Python face -> a function of the same arguments: what the user should know of the call."""
+
+_PACKED: Final = (
+    "packed sequences of several lengths: the products of the input are traced step by step, where a real run makes "
+    "them at once"
+)
+
+
+@stating(REMARKS, torch.lstm)
+def lstm_remark(input: Any, sizes: Any, *rest: Any) -> str | None:
+    """Sequences of several lengths, packed, go by another form of the cells than on the host."""
+    return _PACKED if torch.is_tensor(sizes) and input.shape[0] != len(sizes) * int(sizes[0]) else None
+
+
+@stating(REMARKS, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+def recurrent_remark(input: Any, second: Any, third: Any, *rest: Any) -> str | None:
+    """As for the LSTM; their sequences of one length, packed, go by it too."""
+    return _PACKED.replace(" of several lengths", "") if torch.is_tensor(third) else None
+
+
 # -- convolution -------------------------------------------------------------------------------------------------------
 
 
@@ -493,4 +514,4 @@ def fused_step(*args: Any, **kwargs: Any) -> None:
     """All in place, in one kernel (`ATen/native/FusedSGD.cpp`, `FusedAdagrad.cpp`, and their kernels for CUDA)."""
 
 
-RULES: Final = Rules("cpu", torch.device("cpu"), KERNELS, FUNCTIONS, autocast=autocast.CPU)
+RULES: Final = Rules("cpu", torch.device("cpu"), KERNELS, FUNCTIONS, remarks=REMARKS, autocast=autocast.CPU)
