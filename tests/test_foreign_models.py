@@ -13,6 +13,8 @@ import torch
 from agreement import assert_agree
 
 import everybyte as eb
+from everybyte.formulas import transformer as formulas
+from everybyte.formulas.terms import integer
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 hf = pytest.importorskip("transformers", reason="the models are those of transformers: pip install transformers")
@@ -153,3 +155,14 @@ def test_on_a_gpu_nothing_is_uncovered(build, autocast):
         training(build, batch, autocast=autocast)(run)
     assert run.not_covered == set()
     assert run.timeline.by("category")["nbytes"]["parameter"] == 4 * sum(p.numel() for p in build().parameters())
+
+
+@pytest.mark.parametrize(("activation", "extra"), [("gelu", 0), ("gelu_new", 3)])
+def test_a_block_keeps_on_a_gpu_what_the_closed_form_says(activation, extra):
+    """`gelu_new` is composed of five operations, which keep three tensors of the inner width beside GELU's input."""
+    with eb.trace(rules="cuda"):
+        block = gpt2(attn_implementation="eager", activation_function=activation).train().transformer.h[0]
+        x = torch.randn(B, S, 32, requires_grad=True)
+        kept = eb.saved(lambda: block(x))
+    closed = integer(formulas.layer(), formulas.sizes(B, S, 32, 4, element=4))
+    assert kept.total_bytes == closed + extra * 4 * (B * S * 4 * 32)
