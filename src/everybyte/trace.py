@@ -38,7 +38,7 @@ aten: Final = torch.ops.aten
 _ITEM: Final = aten._local_scalar_dense.default
 _COPY: Final = aten.copy_.default
 _INDEX: Final = aten.index.Tensor
-_UPDATE_SCALE: Final = aten._amp_update_scale_.default
+_UNSCALE: Final = aten._amp_foreach_non_finite_check_and_unscale_.default
 _ACROSS: Final = frozenset(
     {_COPY, aten._to_copy.default, _INDEX, aten._index_put_impl_.default, aten.index_put_.default}
 )
@@ -385,8 +385,6 @@ class Trace(Run):
         elif len({tensor.is_meta for tensor in tensors}) == 2:
             args, kwargs = self._meet(func, tensors, args, kwargs)
             tensors = _tensors(args, kwargs)
-        if func is _UPDATE_SCALE and not self._known.covers([args[2]]):
-            self._known.remember(args[2], _zeros(args[2]))  # the step before was taken: it found no infinity
         if from_python:
             self._make_scalars(op, args)
         known = self._known.covers(tensors)
@@ -417,8 +415,10 @@ class Trace(Run):
             for written in _tensors([args[i] if i < len(args) else kwargs.get(name) for i, name in op.written], {}):
                 if self.counts(written) and self._storages.has_grown(written):
                     self._storages.record_growth(written, op=op.name, **self._whose(node))
-                if real is UNKNOWN:
+                if real is UNKNOWN and not (func is _UNSCALE and written is args[1]):  # it finds no infinity
                     self._known.forget(written.untyped_storage()._cdata)
+            if func is _UNSCALE:
+                self.unknown_reads.append(UnknownRead(user_line(), op.name))
         elif real is not UNKNOWN:
             self._remember(out, real)
         return out
