@@ -132,7 +132,7 @@ def main(word: str = "") -> None:
         row["times the loop"] = statistics.median(steps) / statistics.median(loops)
         print(f"  {name}: {row['median, s']:.2f} s a step, {row['times the loop']:.2f} times the loop", flush=True)
         table.append(row)
-    print(pd.DataFrame(table).set_index("variant").round(3).T.to_string())
+    print(pd.DataFrame(table).round(2).to_string(index=False))
 
 
 if __name__ == "__main__":
