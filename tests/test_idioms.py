@@ -275,3 +275,19 @@ def test_a_loss_that_is_tested_is_finite(rules):
             loss = torch.tensor(1e9)
         loss.backward()
     assert run.conditional == [] and len(run.unknown_reads) == 2
+
+
+# -- bags --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_a_bag_of_embeddings_keeps_what_its_way_of_summing_needs(mode):
+    def body(run):
+        tokens = run.to_device(np.arange(20) % 7)
+        offsets = run.to_device(np.array([0, 5, 9, 20]))
+        for options in ({}, {"include_last_offset": True}, {"padding_idx": 1}, {"dtype": torch.float64}):
+            bags = nn.EmbeddingBag(40, 8, mode=mode, **options)
+            bags(tokens, offsets).sum().backward()
+            F.embedding_bag(tokens, bags.weight.detach(), offsets, mode=mode)
+
+    assert_agree(body)

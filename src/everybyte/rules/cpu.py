@@ -425,19 +425,23 @@ def reduced_loss(input: Any, target: Any, reduction: int = 1, *rest: Any) -> Any
     return unreduced if reduction == 0 else torch.empty(unreduced.shape, dtype=input.dtype, device="meta").resize_(())
 
 
-@stating(KERNELS, aten._embedding_bag.default)
-def embedding_bag(weight: Any, indices: Any, offsets: Any, *rest: Any, **options: Any) -> Any:
-    """The CPU kernel keeps one index more, and a copy of the bag sizes (`ATen/native/EmbeddingBag.cpp`)."""
-    out, offset2bag, bag_size, max_indices = aten._embedding_bag.default(weight, indices, offsets, *rest, **options)
-    mode = rest[1] if len(rest) > 1 else options.get("mode", 0)
-    if mode == 2:
-        return out, offset2bag, bag_size, max_indices
-    return (
-        out,
-        indices.new_empty(indices.shape[0] + 1).narrow(0, 0, indices.shape[0]),
-        bag_size,
-        torch.empty_like(bag_size),
-    )
+@stating(KERNELS, aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
+def embedding_bag(
+    weight: Any, indices: Any, offsets: Any, scale_grad_by_freq: bool = False, mode: int = 0, sparse: bool = False,
+    weights: Any = None, include_last_offset: bool = False, padding_idx: int = -1,
+) -> Any:  # fmt: skip
+    """Indices and their bags [n], one more at first, and not for plain sums; sizes of bags; for maxima their rows.
+
+    `ATen/native/EmbeddingBag.cpp`, `make_offset2bag_out`, `make_bag_size_out` and `make_max_indices_out`.
+    """
+    (n,), bags, width = indices.shape, offsets.shape[0] - include_last_offset, weight.shape[1]
+    plain = weight.dtype != torch.float64 and weight.stride(1) == 1 and (weights is None or weights.stride(0) == 1)
+    if mode == 0 and plain and padding_idx < 0:
+        offset2bag = offsets.new_empty(0)
+    else:
+        offset2bag = offsets.new_empty(n + 1).narrow(0, 0, n)
+    rows = offsets.new_empty((bags, width) if mode == 2 else bags)
+    return weight.new_empty(bags, width), offset2bag, offsets.new_empty(offsets.shape).narrow(0, 0, bags), rows
 
 
 # -- composite on meta, a kernel on CPU --------------------------------------------------------------------------------
