@@ -259,6 +259,11 @@ def test_what_cannot_be_traced_is_no_error_of_the_user(script, run, function, wh
         ("training_script:number", "'int' object is not callable"),
         ("training_script:on_host", "put nothing on the GPU: does it ask for device='cpu'?"),
         ("training_script:bild", "training_script has no function bild; did you mean build?"),
+        ("training_script:main", "training_script has no function main; what only runs as __main__ must go into one"),
+        ("needs_data.py:build", "needs_data.py:2: the code ended itself with exit code 2; it gets no arguments"),
+        ("lazy.py:build", "the step of lazy.py:build is a generator or a coroutine, of which nothing has run"),
+        ("lazy.py:steps", "lazy.py:steps is a generator or a coroutine, of which nothing has run"),
+        (".:build", "there is no module .: run in its folder"),
         ("training_script", "write MODULE:FUNCTION or file.py:FUNCTION"),
         ("training_skript:build", "there is no module training_skript: run in its folder"),
         ("missing.py:build", "there is no file missing.py"),
@@ -269,7 +274,50 @@ def test_what_cannot_be_traced_is_no_error_of_the_user(script, run, function, wh
 def test_an_error_of_the_users_code_is_one_line_with_its_place(script, run, target, why):
     Path("needs_more.py").write_text("import not_there\n")
     Path("broken.py").write_text("x = 1\ndef build(:\n")
-    refused(run("trace", target), why)
+    Path("needs_data.py").write_text("import argparse\nargparse.ArgumentParser().error('no data given')\n")
+    Path("lazy.py").write_text("async def steps(): pass\ndef build(): return steps\n")
+    code, out, err = run("trace", target)
+    refused((code, out, err.splitlines(keepends=True)[-1]), why)
+
+
+def test_a_script_may_end_itself_and_whatever_it_prints_spoils_no_answer(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import os, sys, torch\n"
+        "def main():\n"
+        "    kept = torch.zeros(1000, device='cuda')\n"
+        "    print('printed'); os.write(1, b'written'); os.system('echo spoken')\n"
+        "    sys.exit(0)\n"
+    )
+    command = [sys.executable, "-m", "everybyte", "trace", "script.py:main", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, json.loads(done.stdout)["peak_requested"]) == (0, 4000)
+    assert all(said in done.stderr for said in ("printed", "written", "spoken"))
+
+
+def test_an_error_behind_a_branch_that_nobody_knows_is_no_error_of_the_user(tmp_path, run):
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import torch\n"
+        "def train():\n"
+        "    left = [] if torch.randn(4).sum() > 0 else [1]\n"
+        "    left.remove(1)\n    left.remove(1)\n"
+    )
+    refused(run("trace", f"{path}:train"), "ValueError: list.remove(x): x not in list The trace took a branch", code=3)
+
+
+def test_no_program_is_overwritten_and_what_cannot_be_written_is_said(script, run, tmp_path):
+    program = tmp_path / "other.py"
+    program.write_text("x = 1")
+    refused(run("trace", f"{script}:build", "--snapshot", program), "other.py cannot be written: it is a program")
+    assert program.read_text() == "x = 1"
+    twice = ("--snapshot", tmp_path / "out", "--parquet", tmp_path / "out")
+    refused(run("trace", f"{script}:build", *twice), "both name")
+    full = Path("/dev/full")
+    if full.exists():
+        for option in ("--snapshot", "--parquet"):
+            code, _, err = run("trace", f"{script}:build", option, full)
+            assert (code, err.splitlines()[-1]) == (2, "everybyte: /dev/full cannot be written: No space left on device")
+        assert full.is_char_device()
 
 
 def test_the_whole_error_is_shown_if_asked_for_and_options_are_checked_first(script, run):

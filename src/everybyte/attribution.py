@@ -35,6 +35,7 @@ _MACHINERY: Final = (
     str(Path(_OURS, "rules")),
 )
 _NOT_USER: Final = (_TORCH, *_MACHINERY, str(Path(contextlib.__file__)), "<")
+_STANDARD: Final = str(Path(contextlib.__file__).parent)
 
 _next_sequence_number = torch._C._autograd._get_sequence_nr
 
@@ -186,7 +187,7 @@ def line_of(error: BaseException) -> str:
         return f"{_short(error.filename)}:{error.lineno}"
     frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
     frames = [(filename, line) for filename, line in frames if _is_user_s(filename)]
-    own = [(filename, line) for filename, line in frames if "site-packages" not in filename]
+    own = [at for at in frames if "site-packages" not in at[0] and not at[0].startswith(_STANDARD)]
     return next((f"{_short(filename)}:{line}" for filename, line in reversed(own or frames)), "")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import inspect
 import json
 import os
 import re
@@ -68,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print(f"everybyte: {_printable(str(stop), LONGEST_LINE)}", sys.stderr)
         return stop.code
     except KeyboardInterrupt:
+        _print("everybyte: interrupted", sys.stderr)
         return 130
     except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -203,9 +205,14 @@ def _count(text: str) -> int:
 
 def _new_file(text: str) -> Path:
     path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        reason = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-        raise argparse.ArgumentTypeError(f"{text} cannot be written: {reason}")
+    reasons = {
+        "it is a folder": path.is_dir(),
+        f"there is no folder {path.parent}": not path.parent.is_dir(),
+        "it is a program": path.suffix == ".py",
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise argparse.ArgumentTypeError(f"{text} cannot be written: {reason}")
     return path
 
 
@@ -214,21 +221,18 @@ def _trace(args: argparse.Namespace) -> Answer:
         gpu = gpus.find(args.gpu or gpus.DEFAULT)
     except ValueError as error:
         raise Stop(BAD_INPUT, str(error)) from None
-    run, remarks = _traced(args, gpu), []
+    if args.snapshot and args.snapshot == args.parquet:
+        raise Stop(BAD_INPUT, f"--snapshot and --parquet both name {args.snapshot}: give each a file of its own")
+    run, remarks = _traced(args, gpu)
     timeline = run.timeline
     if not len(timeline):
         raise Stop(BAD_INPUT, f"{args.target} put nothing on the GPU: does it ask for device='cpu'?")
     steps = timeline.info["steps"]
     if args.steps and not steps:
-        remarks = [f"--steps {args.steps} was not used: {args.target} returned no step to repeat"]
+        remarks.append(f"--steps {args.steps} was not used: {args.target} returned no step to repeat")
     whole = timeline.with_workspaces()  # what the allocator gets to see
-    try:
-        if args.snapshot:
-            whole.to_snapshot(args.snapshot, Allocator(gpu=gpu))
-        if args.parquet:
-            timeline.to_parquet(args.parquet)
-    except OSError as error:
-        raise Stop(BAD_INPUT, f"{error.filename} cannot be written: {error.strerror}") from None
+    _written(args.snapshot, lambda path: whole.to_snapshot(path, Allocator(gpu=gpu)))
+    _written(args.parquet, timeline.to_parquet)
 
     needs = Allocator().replay(whole)
     notes = {
@@ -266,19 +270,31 @@ def _trace(args: argparse.Namespace) -> Answer:
     return answer, _trace_lines(answer, run, needs), stop
 
 
-def _traced(args: argparse.Namespace, gpu: gpus.GPU) -> Trace:
-    """Runs the user's function in a trace; what it prints goes to the error output."""
+def _written(path: Path | None, write: Callable[[Path], None]) -> None:
+    try:
+        if path is not None:
+            write(path)
+    except OSError as error:
+        raise Stop(BAD_INPUT, f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def _traced(args: argparse.Namespace, gpu: gpus.GPU) -> tuple[Trace, list[str]]:
+    """Runs the user's function in a trace; what it prints goes to the error output. With it what is worth knowing."""
     where, _, name = args.target.rpartition(":")
     if not where or not name:
         raise Stop(BAD_INPUT, f"{args.target!r} names no function: write MODULE:FUNCTION or file.py:FUNCTION")
+    run, remarks = trace(rules="cuda", gpu=gpu), []
     try:
-        with redirect_stdout(sys.stderr), _as_a_script(where), trace(rules="cuda", gpu=gpu) as run:
-            step = _function(where, name)()
+        with _on_stderr(), _as_a_script(where), run:
+            step = _called(_function(where, name), args.target)
             if callable(step) and not isinstance(step, nn.Module):
                 for _ in run.steps(args.steps or STEPS):
-                    step()
+                    _called(step, f"the step of {args.target}")
+            elif step is not None:
+                what = f"a {type(step).__name__}, which is no step"
+                remarks.append(f"{args.target} returned {what}: it was taken to have run everything")
             del step
-        return run
+        return run, remarks
     except Stop:
         raise
     except (Exception, SystemExit) as error:
@@ -286,12 +302,43 @@ def _traced(args: argparse.Namespace, gpu: gpus.GPU) -> Trace:
             traceback.print_exc()
         ours, line = attribution.is_ours(error), attribution.line_of(error)
         message = " ".join([str(error), *getattr(error, "__notes__", ())])
-        if not ours:
+        if isinstance(error, SystemExit) and isinstance(error.code, int):
+            message = f"the code ended itself with exit code {error.code}; it gets no arguments: set its options in it"
+        elif not ours:
             message = f"{type(error).__name__}: {message}"
         if line and not re.match(r"\S+:\d+: ", message):
             message = f"{line}: {message}"
         cannot = isinstance(error, DataDependentShape) or (ours and isinstance(error, NotImplementedError))
+        cannot = cannot or bool(run.conditional)  # who knows whether a real run comes there
         raise Stop(CANNOT_SAY if cannot else BAD_INPUT, message) from None
+
+
+@contextmanager
+def _on_stderr() -> Iterator[None]:
+    """What the code prints, and what programs print that it starts, goes to the error output."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _called(function: Callable[[], Any], name: str) -> Any:
+    """What the function returns; nothing if it ends with `sys.exit()`, as a script may."""
+    try:
+        made = function()
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+        return None
+    if inspect.iscoroutine(made) or inspect.isgenerator(made):
+        made.close()
+        raise Stop(BAD_INPUT, f"{name} is a generator or a coroutine, of which nothing has run: write a plain function")
+    return made
 
 
 @contextmanager
@@ -310,19 +357,21 @@ def _function(where: str, name: str) -> Callable[[], Any]:
         module = sys.modules[spec.name] = module_from_spec(spec)
         spec.loader.exec_module(module)
     else:
+        hint = f"run in its folder, or write path/to/file.py:{name}"
+        if not all(part.isidentifier() for part in where.split(".")):
+            raise Stop(BAD_INPUT, f"there is no module {where}: {hint}")
         try:
             module = importlib.import_module(where)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{where}.".startswith(f"{error.name}."):
                 raise
-            hint = f"run in its folder, or write path/to/file.py:{name}"
             raise Stop(BAD_INPUT, f"there is no module {error.name}: {hint}") from None
     try:
         return attrgetter(name)(module)
     except AttributeError:
         near = difflib.get_close_matches(name, [key for key, value in vars(module).items() if callable(value)], n=3)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise Stop(BAD_INPUT, f"{where} has no function {name}{hint}") from None
+        hint = f"did you mean {' or '.join(near)}?" if near else "what only runs as __main__ must go into one"
+        raise Stop(BAD_INPUT, f"{where} has no function {name}; {hint}") from None
 
 
 def _verdict(
@@ -496,7 +545,7 @@ def _audit(args: argparse.Namespace) -> Answer:
     documents, changed = [], []
     for file in args.files or ledgers.packaged():
         try:
-            with redirect_stdout(sys.stderr):
+            with _on_stderr():
                 ledger = ledgers.Ledger.read(file)
                 findings = list(ledger.audit())
         except ledgers.LedgerError as error:

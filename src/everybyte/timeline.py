@@ -248,7 +248,8 @@ class Timeline:
 
     def to_parquet(self, path: str | Path) -> None:
         """Writes the table and what is known of the run to one Parquet file."""
-        pq.write_table(self.table.replace_schema_metadata({b"everybyte": json.dumps(self.info).encode()}), path)
+        with open(path, "wb") as file:  # pyarrow would remove what it cannot write to
+            pq.write_table(self.table.replace_schema_metadata({b"everybyte": json.dumps(self.info).encode()}), file)
 
     @classmethod
     def from_parquet(cls, path: str | Path) -> Timeline:
