@@ -316,7 +316,7 @@ def test_no_program_is_overwritten_and_what_cannot_be_written_is_said(script, ru
     if full.exists():
         for option in ("--snapshot", "--parquet"):
             code, _, err = run("trace", f"{script}:build", option, full)
-            assert (code, err.splitlines()[-1]) == (2, "everybyte: /dev/full cannot be written: No space left on device")
+            assert (code, err.splitlines()[-1]) == (2, f"everybyte: {full} cannot be written: No space left on device")
         assert full.is_char_device()
 
 

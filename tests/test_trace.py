@@ -335,6 +335,20 @@ def test_a_compiled_model_is_refused():
         torch.compile(mlp())(run.to_device(np.ones((4, 8), "float32")))
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: torch.compile(lambda x: x + 1),
+        lambda: torch.distributed.init_process_group("gloo"),
+        lambda: nn.parallel.DistributedDataParallel(nn.Linear(2, 2)),
+        lambda: torch.multiprocessing.spawn(print, nprocs=2),
+    ],
+)
+def test_what_no_rules_cover_ends_a_trace_by_any_rules(call):
+    with pytest.raises(NotImplementedError, match=r"test_trace\.py:\d+: .* is not covered: "), eb.trace():
+        call()
+
+
 def test_runs_are_used_once():
     for make in (eb.trace, eb.measure):
         run = make()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any, Final, Protocol
@@ -38,14 +38,16 @@ _CUDA: Final = 1  # `c10::DeviceType`
 
 _c10d: Final = getattr(torch.distributed, "distributed_c10d", None)  # not in every build
 
-_REFUSED: Final = (
-    (torch.cuda.CUDAGraph, "__new__", "a CUDA graph's private memory has no rule; run the step without it"),
-    (torch.cuda.MemPool, "__new__", "a private memory pool has no rule; leave it out"),
-    (torch.cuda.memory.CUDAPluggableAllocator, "__init__", "another allocator has no rule; leave it out"),
+_OF_SEVERAL: Final = (
     (torch.multiprocessing, "spawn", "other processes are not traced; call the function itself, as rank 0 of 1"),
     (torch.distributed, "init_process_group", "a trace is of one process; run the script without a process group"),
     (torch.nn.parallel.DistributedDataParallel, "__init__", "a trace is of one process; use the module itself"),
     *([(_c10d, "rendezvous", "a trace is of one process; run the script without a process group")] if _c10d else []),
+)
+_OF_CUDA: Final = (
+    (torch.cuda.CUDAGraph, "__new__", "a CUDA graph's private memory has no rule; run the step without it"),
+    (torch.cuda.MemPool, "__new__", "a private memory pool has no rule; leave it out"),
+    (torch.cuda.memory.CUDAPluggableAllocator, "__init__", "another allocator has no rule; leave it out"),
 )
 """What ends a trace: where it is, and why."""
 
@@ -76,6 +78,24 @@ class Run(Protocol):
 @contextmanager
 def believable(run: Run, stats: MemoryStats) -> Iterator[None]:
     """Puts the answers in place while the block lasts, and everything back as it was after it."""
+    with _in_place((*_answers(run, stats), *_refusals(_OF_CUDA))), refusing():
+        yield
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Ends a trace, by any rules, where the code compiles or asks for other processes."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")  # runs what was compiled before the trace
+    answers: list[tuple[Any, str, Any]] = [(torch, "compile", _compile), *_refusals(_OF_SEVERAL)]
+    if compiler is not None:
+        uncompiled = compiler._callback_from_stance
+        answers.append((compiler, "_callback_from_stance", lambda code: _compile() if code else uncompiled(code)))
+    with _in_place(answers):
+        yield
+
+
+@contextmanager
+def _in_place(answers: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
     elsewhere = frozenset(threading.enumerate()) - {threading.current_thread()}
 
     def heard(owner: Any, name: str, answer: Any) -> Any:
@@ -94,7 +114,7 @@ def believable(run: Run, stats: MemoryStats) -> Iterator[None]:
         return asked
 
     with ExitStack() as stack:
-        for owner, name, answer in _answers(run, stats):
+        for owner, name, answer in answers:
             stack.enter_context(mock.patch.object(owner, name, heard(owner, name, answer), create=True))
         yield
 
@@ -143,13 +163,7 @@ def _answers(run: Run, stats: MemoryStats) -> Iterator[tuple[Any, str, Any]]:
     known = {*dir(torch._C), *(f"_cuda_{name}" for name in _WITHOUT_ANSWER)}
     unknown = {name for name in known if name.startswith("_cuda_")} - set(in_c)
     refused = [(torch._C, name, "what it does on a GPU has no rule; leave the call out") for name in unknown]
-    if compiler := sys.modules.get("torch._dynamo.eval_frame"):  # runs what was compiled before the trace
-        uncompiled = compiler._callback_from_stance
-        yield compiler, "_callback_from_stance", lambda code: _compile() if code else uncompiled(code)
-    yield torch, "compile", _compile
-    for owner, name, why in (*_REFUSED, *refused):
-        answer = _refusing(owner, name, why)
-        yield owner, name, staticmethod(answer) if name == "__new__" else answer
+    yield from _refusals(refused)
 
 
 def _of_cuda(run: Run, stats: MemoryStats) -> dict[str, Callable[..., Any]]:
@@ -425,6 +439,12 @@ def _compile(model: Any = None, *, disable: bool = False, **options: Any) -> Any
         why = "its kernels allocate by a plan of their own; trace the model uncompiled"
         raise NotImplementedError(f"{user_line()}: torch.compile is not covered: {why}")
     return model if model is not None else lambda model: model
+
+
+def _refusals(refused: Iterable[tuple[Any, str, str]]) -> Iterator[tuple[Any, str, Any]]:
+    for owner, name, why in refused:
+        answer = _refusing(owner, name, why)
+        yield owner, name, staticmethod(answer) if name == "__new__" else answer
 
 
 def _refusing(owner: Any, name: str, why: str) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from typing import Any, Final, Self
@@ -31,7 +31,7 @@ from .scalars import Scalars
 from .storages import Storages
 from .surface import made_for_the_host, shown_to
 from .timeline import Timeline
-from .torch_cuda import believable
+from .torch_cuda import believable, refusing
 from .values import UNKNOWN, DataDependentShape, KnownValues, UnknownRead
 
 aten: Final = torch.ops.aten
@@ -183,7 +183,7 @@ class Trace(Run):
                 self._autocast.acting(),
                 shown_to(self, self._rules),
                 guarded(self, self._rules.device),
-                nullcontext() if self.gpu is None else believable(self, self._memory_stats()),
+                refusing() if self.gpu is None else believable(self, self._memory_stats()),
                 _Ops(self),
             ):
                 stack.enter_context(context)
