@@ -138,6 +138,7 @@ class Trace(Run):
         self.gpu = gpu
         self.stream = 0
         self._rules = rules
+        self.composed = rules.composed
         self._device = str(rules.device)
         self.attribution = Attribution(on_optimizer=self._on_optimizer, on_root=self._label_module)
         self.unknown_reads: list[UnknownRead] = []
@@ -262,7 +263,7 @@ class Trace(Run):
             raise
         finally:
             self._calls.pop()
-        self._note_left_out(function)
+        self._note_left_out(function, args, kwargs)
         self._scalars.settle(out)
         if function in _HEALTHY and out.is_meta and values.is_small(out) and self._known.twin(out) is None:
             self.unknown_reads.append(UnknownRead(user_line(), function.__name__))
@@ -404,7 +405,7 @@ class Trace(Run):
         if known and not (op.mutates or op.data_dependent) and all(map(values.is_small, _tensors((out,), {}))):
             real = self._known.follow(func, args, kwargs)
         self._made = []
-        if not op.aliases:
+        if op.mutates or not op.aliases:
             results = _tensors(out if isinstance(out, (tuple, list)) else (out,), {})
             if func in self._rules.scratch_first:
                 self._record_scratch(func, op, args, kwargs, node, results)
@@ -449,7 +450,7 @@ class Trace(Run):
         self, func: Any, op: _Op, args: Any, kwargs: Any, node: Any, results: Iterable[torch.Tensor] = ()
     ) -> None:
         """Records what the kernel allocates for itself, results that it makes after that, and that it gives it back."""
-        self._note_left_out(func)
+        self._note_left_out(func, args, kwargs)
         derive = self._rules.scratch.get(func)
         recorder, live = self._storages.recorder, []
         whose = self._whose(node) if derive is not None else {}
@@ -474,11 +475,14 @@ class Trace(Run):
                 taken = workspace.Workspace(library, thread, nbytes, event, op.name, user_line())
                 self._workspaces[library, thread] = taken
 
-    def _note_left_out(self, called: Any) -> None:
+    def _note_left_out(self, called: Any, args: Any, kwargs: Any) -> None:
         if called in self._rules.not_covered:
             self.not_covered.add(self._rules.not_covered[called])
-        if called in self._rules.left_out:
-            self.left_out.add(self._rules.left_out[called])
+        what = self._rules.left_out.get(called)
+        if callable(what):
+            what = what(*args, **kwargs)
+        if what is not None:
+            self.left_out.add(what)
 
     def remark(self, text: str | None) -> None:
         """Notes what is worth knowing of a call, with its line."""
@@ -632,6 +636,7 @@ class Trace(Run):
 
 
 _COMPOSITE: Final = torch._C.DispatchKey.CompositeImplicitAutograd
+_COMPOSED: Final = torch._C.DispatchKey.CompositeExplicitAutograd
 
 
 @cache
@@ -650,6 +655,9 @@ class _Ops(engine.DispatchMode):
         if torch.is_inference_mode_enabled() and _is_composite(func):  # without autograd it arrives in one piece
             with self:
                 return func._op_dk(_COMPOSITE, *args, **(kwargs or {}))
+        if func in self._run.composed:
+            with self:
+                return func._op_dk(_COMPOSED, *args, **(kwargs or {}))
         with torch._C.DisableTorchFunction():  # inside, a traced tensor is a meta tensor and says so
             return self._run.on_op(func, args, kwargs or {})
 

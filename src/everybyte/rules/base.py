@@ -30,7 +30,9 @@ class Rules:
         scratch_first: Ops whose kernel allocates it before its results; the others' do after them.
         remarks: Function of torch's Python face -> a function of the same arguments: what the user should know of the
             call, or None.
-        left_out: Op or function -> memory that it takes beside what is traced and that no rule derives.
+        left_out: Op or function -> memory that it takes beside what is traced and that no rule derives: its name, or a
+            function of the same arguments that returns it, or None.
+        composed: Ops whose kernel is made of other ops, which are traced in its place.
         not_covered: Function -> what it is called, if the device has a kernel for it that no rule states.
         autocast: Op, by name -> what autocast does with it (`rules.autocast`).
     """
@@ -42,7 +44,8 @@ class Rules:
     scratch: Mapping[Any, Callable[..., Iterable[int]]] = field(default_factory=dict)
     scratch_first: frozenset[Any] = frozenset()
     remarks: Mapping[Any, Callable[..., str | None]] = field(default_factory=dict)
-    left_out: Mapping[Any, str] = field(default_factory=dict)
+    left_out: Mapping[Any, str | Callable[..., str | None]] = field(default_factory=dict)
+    composed: frozenset[Any] = frozenset()
     not_covered: Mapping[Any, str] = field(default_factory=dict)
     autocast: Mapping[str, Policy] = field(default_factory=dict)
 

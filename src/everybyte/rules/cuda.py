@@ -307,6 +307,27 @@ def one_hot(input: Any, num_classes: int = -1) -> Any:
     return ones.scatter_(-1, input.unsqueeze(-1), 1)
 
 
+@stating(SCRATCH, aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default)
+def reduced_loss_scratch(input: Any, target: Any, reduction: int = 1, *rest: Any) -> list[int]:
+    """The loss of each number, before it is reduced (`ATen/native/Loss.cpp`)."""
+    return [(input - target).numel() * input.element_size()] if reduction else []
+
+
+@stating(SCRATCH, aten.logsumexp.default)
+def logsumexp_scratch(input: Any, over: Any, keepdim: bool = False) -> list[int]:
+    """The maxima and, for a moment, whether they are infinite; the numbers less these (`ATen/native/ReduceOps.cpp`)."""
+    maxima = torch.amax(input, over, True)
+    n, nbytes = maxima.numel(), maxima.numel() * maxima.element_size()
+    less = [input.numel() * input.element_size(), *cuda_reduction.sum_scratch(input, over)]
+    return [nbytes, nbytes, n, -n, -nbytes, *less]
+
+
+@stating(KERNELS, aten.log_sigmoid_forward.default)
+def log_sigmoid(input: Any) -> Any:
+    """Without the CPU's buffer (`ATen/native/cuda/Activation.cpp`, `log_sigmoid_forward_cuda`)."""
+    return torch.empty_like(input), input.new_empty(0)
+
+
 # -- indices -----------------------------------------------------------------------------------------------------------
 
 
@@ -375,9 +396,23 @@ def foreach_norm_scratch(tensors: Any, order: float = 2, dtype: torch.dtype | No
 
 
 SCRATCH_FIRST: Final = frozenset(
-    {aten._foreach_norm.Scalar, aten.native_layer_norm.default, aten._fused_rms_norm.default}
+    {
+        *(aten._foreach_norm.Scalar, aten.native_layer_norm.default, aten._fused_rms_norm.default),
+        *(aten.huber_loss.default, aten.median.default, aten.nanmedian.default, aten._pack_padded_sequence.default),
+        aten.logsumexp.default,
+    }
 )
 """Their kernels take it before they make their results (the files named with each)."""
+
+
+COMPOSED: Final = frozenset(
+    {
+        *(aten.binary_cross_entropy_with_logits.default, aten.dist.default, aten.isinf.default),
+        aten.affine_grid_generator.default,
+    }
+)
+"""Ops that one function of C++ composes for all devices, below autograd (`CompositeExplicitAutograd` in
+`ATen/native/native_functions.yaml`), and which make tensors on the way that they give back."""
 
 
 # -- what is known and not derived -------------------------------------------------------------------------------------
@@ -393,6 +428,8 @@ LEFT_OUT |= dict.fromkeys(
     ),
     "partial results of reductions that take several blocks",
 )
+
+LEFT_OUT[aten.soft_margin_loss_backward.default] = "what the gradient of the soft margin loss makes on its way"
 
 _SOLVED: Final = (
     *("linalg_cholesky_ex", "linalg_eig", "linalg_householder_product", "linalg_inv_ex", "linalg_ldl_factor_ex"),
@@ -430,10 +467,11 @@ RULES: Final = Rules(
     device=torch.device("cuda:0"),
     kernels={**KERNELS, **cuda_dropout.KERNELS, **cuda_rnn.KERNELS, **cuda_attention.KERNELS},
     functions={**FUNCTIONS, **cuda_dropout.FUNCTIONS, **cuda_rnn.FUNCTIONS, **cuda_attention.FUNCTIONS},
-    scratch={**SCRATCH, **cuda_reduction.SCRATCH, **cuda_rnn.SCRATCH, **cuda_attention.SCRATCH},
+    scratch={**SCRATCH, **cuda_reduction.SCRATCH, **cuda_sort.SCRATCH, **cuda_rnn.SCRATCH, **cuda_attention.SCRATCH},
     scratch_first=SCRATCH_FIRST,
     remarks={**cuda_rnn.REMARKS, **cuda_attention.REMARKS},
-    left_out={**LEFT_OUT, **cuda_rnn.LEFT_OUT, **cuda_attention.LEFT_OUT},
+    left_out={**LEFT_OUT, **cuda_sort.LEFT_OUT, **cuda_rnn.LEFT_OUT, **cuda_attention.LEFT_OUT},
+    composed=COMPOSED,
     not_covered={**NOT_COVERED, **cuda_rnn.NOT_COVERED},
     autocast=autocast.CUDA,
 )
