@@ -293,6 +293,44 @@ def test_a_gpu_that_runs_out_counts_it_and_the_trace_goes_on():
         del kept
 
 
+def largest_batch_by_name(make):
+    for size in (1, 2, 4):
+        try:
+            make(size)
+        except torch.cuda.OutOfMemoryError:
+            return size // 2
+    return 4
+
+
+def largest_batch_by_message(make):
+    for size in (1, 2, 4):
+        try:
+            make(size)
+        except RuntimeError as error:
+            if "out of memory" not in str(error):
+                raise
+            return size // 2
+    return 4
+
+
+@pytest.mark.parametrize("search", [largest_batch_by_name, largest_batch_by_message])
+def test_a_search_for_the_largest_batch_makes_a_condition_where_the_gpu_is_full(search):
+    with eb.trace(rules="cuda", gpu="t4") as run:  # 15,642,329,088 B less a context
+        assert search(lambda size: torch.empty(size, 6 * 10**9, dtype=torch.uint8)) == 4
+    (line,) = run.conditional
+    assert line.startswith("test_torch_cuda.py:") or line.startswith("tests/test_torch_cuda.py:")
+    assert run.remarks == [f"{line}: the GPU's memory is full, which this code catches; a trace raises nothing"]
+    with eb.trace(rules="cuda", gpu="a100-80gb") as run:
+        search(lambda size: torch.empty(size, 6 * 10**9, dtype=torch.uint8))
+    assert run.conditional == run.remarks == []
+
+
+def test_full_memory_that_nobody_catches_is_no_condition():
+    with eb.trace(rules="cuda", gpu="t4") as run:
+        torch.empty(4, 6 * 10**9, dtype=torch.uint8)
+    assert run.conditional == run.remarks == []
+
+
 def test_pytorch_s_own_snapshot_of_a_trace_is_that_of_its_timeline(run, tmp_path):
     torch.cuda.memory._record_memory_history()
     kept = torch.empty(1000, 1000)

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from traceback import walk_tb
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Final
 
 import torch
@@ -202,6 +202,16 @@ def asking_frame() -> FrameType:
     while frame.f_code.co_filename.startswith(_MACHINERY) and frame.f_back is not None:
         frame = frame.f_back
     return frame
+
+
+def line_of_code_that(holds: Callable[[CodeType], bool]) -> str | None:
+    """`file:line` of the innermost running frame of the user's for whose code something holds."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if _is_user_s(frame.f_code.co_filename) and holds(frame.f_code):
+            return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
 
 
 @cache

@@ -402,7 +402,7 @@ def _unsure(notes: Mapping[str, Sequence[str]]) -> Iterator[str]:
         yield f"no rule covers {', '.join(notes['not_covered'])}: leave it out, or measure it on the GPU"
     if notes["conditional"]:
         lines = ", ".join(notes["conditional"])
-        yield f"at {lines} a value that no trace knows decides the way; the figures are those of the way taken"
+        yield f"at {lines} a value that no trace knows decides the way, or full memory; figures are of the way taken"
 
 
 def _by(timeline: Timeline, key: str) -> list[dict[str, Any]]:

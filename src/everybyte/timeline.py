@@ -301,6 +301,7 @@ class Recorder:
         self._category: dict[int, str] = {}
         self._kept_for_backward: set[int] = set()
         self._live: set[int] = set()
+        self.live_bytes = 0
         self._in_loop = False
         self._updated = False  # the optimizer's step is over, and no module has run since
         self.step = -1
@@ -314,12 +315,14 @@ class Recorder:
         self._storages.append({"nbytes": nbytes, "phase": self.phase, **what})
         self._events.append((self.step, self.phase, "alloc", storage))
         self._live.add(storage)
+        self.live_bytes += nbytes
         return storage
 
     def free(self, storage: int) -> None:
         """Records the release of a storage; a second release of the same one is ignored."""
         if storage in self._live:
             self._live.remove(storage)
+            self.live_bytes -= self._storages[storage]["nbytes"]
             self._events.append((self.step, self.phase, "free", storage))
 
     def events_from(self, start: int) -> Iterator[tuple[str, int, int, int]]:

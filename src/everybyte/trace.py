@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 
 from . import gpus, snapshot_file, values, workspace
-from .attribution import Attribution, asking_frame, storage_of, user_frame, user_line
+from .attribution import Attribution, asking_frame, line_of_code_that, storage_of, user_frame, user_line
 from .files import guarded
 from .gpus import GPU
 from .kernels import META, Kernels
@@ -73,7 +73,9 @@ def trace(rules: str = "cpu", gpu: str | GPU | None = None) -> Trace:
             under `with torch.device("cuda")`; what is put on the host explicitly is really there, and not counted. A
             script that builds on the host and moves is traced so after `torch.set_default_device("cpu")`. `torch.cuda`
             answers for the GPU, its memory statistics from the trace so far.
-        gpu: The GPU to follow, by a name of `everybyte.gpus` ("a4000") or described; left out, an A100 of 80 GB.
+        gpu: The GPU to follow, by a name of `everybyte.gpus` ("a4000") or described; left out, an A100 of 80 GB. Where
+            its memory is full nothing is raised: a trace goes on, to find what the code needs. Code that catches
+            `OutOfMemoryError`, to find the largest batch, therefore goes another way, which `Trace.conditional` says.
 
     Raises:
         TypeError: If `gpu` is neither a name nor a `GPU`.
@@ -124,7 +126,8 @@ class Trace(Run):
         attribution: Whose memory it is.
         unknown_reads: Every place where the code asked for a value that nobody knows: it got the type's zero, or where
             it asks whether numbers are finite, that they are.
-        conditional: Lines at which such a value decided a branch: a real run may go the other way.
+        conditional: Lines at which such a value decided a branch, or at which the GPU was full and the code catches
+            that: a real run may go the other way.
         not_covered: Backward nodes and modes that the run used and that allocate otherwise in a real run.
         stream: Number of the stream that is current; 0 is the default stream.
         left_out: Memory that kernels of the run take beside what is traced, workspaces for example, and that no rule
@@ -161,6 +164,7 @@ class Trace(Run):
         self._calls: list[tuple[Any, Any]] = []  # open calls of torch's Python face, and the backward node of each
         self._made: list[int] = []  # by the op that ran last
         self._workspaces: dict[tuple[str, str], workspace.Workspace] = {}  # by library and thread
+        self._room = gpu.usable[0] if gpu else None  # until it has been full once
         self._optimizing = False
         self._steps_marked = 0
         self._timeline: Timeline | None = None
@@ -300,7 +304,9 @@ class Trace(Run):
         """Records a tensor that no op made."""
         node = _current_node()
         self._note_phase(node)
-        return self._storages.record(tensor, op=op, **self._whose(node))
+        storage = self._storages.record(tensor, op=op, **self._whose(node))
+        self._note_room()
+        return storage
 
     def read_out(self, function: Any, tensor: torch.Tensor) -> Any:
         """`item`, `tolist`, `numpy`: real values where they are known, else zeros that tell if they decide anything."""
@@ -462,6 +468,7 @@ class Trace(Run):
                 recorder.label(live[-1][1], "scratch")
         self._record_results(results, op, node)
         self._note_workspace(func, op, args, kwargs, node)
+        self._note_room()
         for _, event in reversed(live):  # as C++ destroys what a function holds
             recorder.free(event)
 
@@ -474,6 +481,16 @@ class Trace(Run):
             if (library, thread) not in self._workspaces:
                 taken = workspace.Workspace(library, thread, nbytes, event, op.name, user_line())
                 self._workspaces[library, thread] = taken
+
+    def _note_room(self) -> None:
+        """Notes where the GPU is first full, if the code would catch that: there a real run goes another way."""
+        if self._room is None or self._storages.recorder.live_bytes <= self._room:
+            return
+        self._room = None
+        line = line_of_code_that(values.catches_out_of_memory)
+        if line is not None:
+            self._decided(line)
+            self.remarks.append(f"{line}: the GPU's memory is full, which this code catches; a trace raises nothing")
 
     def _note_left_out(self, called: Any, args: Any, kwargs: Any) -> None:
         if called in self._rules.not_covered:

@@ -249,6 +249,13 @@ def passes_check(code: CodeType, at: int) -> bool | None:
     return jumped != ("IF_TRUE" in steps[asks].opname)
 
 
+@cache
+def catches_out_of_memory(code: CodeType) -> bool:
+    """Whether code knows what PyTorch raises when a GPU is full, by its name or its message."""
+    texts = [constant for constant in code.co_consts if isinstance(constant, str)]
+    return "OutOfMemoryError" in code.co_names or any("out of memory" in text for text in texts)
+
+
 def _ranges(node: ast.AST) -> list[ast.AST]:
     called = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "range"
     return [node] if called else []
