@@ -55,6 +55,8 @@ def saved(function: Callable[[], Any], rules: str | None = None) -> Saved:
     if rules is not None and running is None:
         with trace(rules=rules):
             return saved(function)
+    if running is not None and running.retention != "pytorch":
+        raise ValueError(f"retention={running.retention!r}: saved() lists what PyTorch keeps; read the run's timeline")
     if rules is not None and running is not None and rules != running.rules:
         raise ValueError(f"rules={rules!r} inside a trace by the rules {running.rules!r}; leave it out")
     attribution = running.attribution if running is not None else Attribution()

@@ -7,6 +7,7 @@ and the graph that keeps it can be asked for it; so its end is known exactly.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -79,17 +80,8 @@ class _Kept(dict[int, list[torch.UntypedStorage]]):
 
 
 def _kept(out: Any, makers: set[int]) -> _Kept:
-    first = min(makers)
-    outputs = out if isinstance(out, (tuple, list)) else (out,)
-    frontier = [o.grad_fn for o in outputs if isinstance(o, torch.Tensor) and o.grad_fn is not None]
-    kept, seen = _Kept(), set()
-    while frontier:
-        node = frontier.pop()
-        number = node._sequence_nr()
-        if number < first or number in seen or isinstance(node, _ACCUMULATE_GRAD):
-            continue
-        seen.add(number)
-        frontier += [parent for parent, _ in node.next_functions if parent is not None]
+    kept = _Kept()
+    for number, node in made_since(out, min(makers)):
         if node.name().endswith("CopySlices"):
             kept.copy_slices = node
         if number in makers:
@@ -98,3 +90,18 @@ def _kept(out: Any, makers: set[int]) -> _Kept:
                 if isinstance(saved, torch.Tensor) and saved.dim() == 0 and not saved.is_meta:
                     kept.setdefault(number, []).append(saved.untyped_storage())
     return kept
+
+
+def made_since(out: Any, first: int) -> Iterator[tuple[int, Any]]:
+    """The nodes of the graph of what a call returned that are numbered `first` or more, with their numbers."""
+    outputs = out if isinstance(out, (tuple, list)) else (out,)
+    frontier = [o.grad_fn for o in outputs if isinstance(o, torch.Tensor) and o.grad_fn is not None]
+    seen = set()
+    while frontier:
+        node = frontier.pop()
+        number = node._sequence_nr()
+        if number < first or number in seen or isinstance(node, _ACCUMULATE_GRAD):
+            continue
+        seen.add(number)
+        frontier += [parent for parent, _ in node.next_functions if parent is not None]
+        yield number, node

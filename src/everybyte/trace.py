@@ -24,7 +24,8 @@ from .files import guarded
 from .gpus import GPU
 from .kernels import META, Kernels
 from .memory_stats import MemoryStats
-from .rules import RULES, Rules, engine
+from .operands import Operands
+from .rules import RULES, Rules, candle, engine
 from .rules.autocast import Autocast
 from .run import Run, empty_caches_of_tensors
 from .scalars import Scalars
@@ -55,7 +56,7 @@ _ACCUMULATE_GRAD: Final = torch._C._functions.AccumulateGrad
 _current_node = torch._C._current_autograd_node
 
 
-def trace(rules: str = "cpu", gpu: str | GPU | None = None) -> Trace:
+def trace(rules: str = "cpu", gpu: str | GPU | None = None, retention: str = "pytorch") -> Trace:
     """Runs the training code of a `with` block on the meta device and records what it would allocate.
 
         with everybyte.trace(rules="cpu") as run:
@@ -76,17 +77,22 @@ def trace(rules: str = "cpu", gpu: str | GPU | None = None) -> Trace:
         gpu: The GPU to follow, by a name of `everybyte.gpus` ("a4000") or described; left out, an A100 of 80 GB. Where
             its memory is full nothing is raised: a trace goes on, to find what the code needs. Code that catches
             `OutOfMemoryError`, to find the largest batch, therefore goes another way, which `Trace.conditional` says.
+        retention: What is kept for the backward pass: what the gradients' formulas need, as "pytorch" does, or every
+            operand of every recorded operation, composed as "candle" composes it (`everybyte.rules.candle`).
 
     Raises:
         TypeError: If `gpu` is neither a name nor a `GPU`.
-        ValueError: If there are no such rules, or no such GPU.
+        ValueError: If there are no such rules, no such GPU, or no such retention.
     """
     if rules not in RULES:
         known = " or ".join(repr(name) for name in RULES)
         raise ValueError(f"rules={rules!r}: this version traces by the rules {known}")
     if gpu is not None and RULES[rules].on_host:
         raise ValueError(f"gpu={gpu!r} has no meaning under rules={rules!r}; leave it out")
-    return Trace(RULES[rules], None if RULES[rules].on_host else gpus.find(gpus.DEFAULT if gpu is None else gpu))
+    if retention not in ("pytorch", "candle"):
+        raise ValueError(f"retention={retention!r}: a trace keeps what 'pytorch' keeps, or what 'candle' keeps")
+    followed = candle.retaining(RULES[rules]) if retention == "candle" else RULES[rules]
+    return Trace(followed, None if followed.on_host else gpus.find(gpus.DEFAULT if gpu is None else gpu))
 
 
 @dataclass(frozen=True)
@@ -123,6 +129,7 @@ class Trace(Run):
     Attributes:
         rules: Whose kernels' rules it follows.
         gpu: The GPU that it follows; None under the CPU's rules.
+        retention: Whose way of keeping memory for a backward pass it follows, "pytorch" or "candle".
         attribution: Whose memory it is.
         unknown_reads: Every place where the code asked for a value that nobody knows: it got the type's zero, or where
             it asks whether numbers are finite, that they are.
@@ -138,6 +145,7 @@ class Trace(Run):
     def __init__(self, rules: Rules, gpu: GPU | None = None) -> None:
         super().__init__()
         self.rules = rules.name
+        self.retention = "candle" if rules.keeps_operands else "pytorch"
         self.gpu = gpu
         self.stream = 0
         self._rules = rules
@@ -161,6 +169,7 @@ class Trace(Run):
         self._writes = engine.Writes()
         self._storages = Storages(forget=self._known.forget)
         self._scalars = Scalars(self._storages)
+        self._operands = Operands()
         self._calls: list[tuple[Any, Any]] = []  # open calls of torch's Python face, and the backward node of each
         self._made: list[int] = []  # by the op that ran last
         self._workspaces: dict[tuple[str, str], workspace.Workspace] = {}  # by library and thread
@@ -226,6 +235,7 @@ class Trace(Run):
             {
                 "evidence": "traced",
                 "rules": self.rules,
+                "retention": self.retention,
                 "gpu": self.gpu.name if self.gpu else None,
                 "torch": torch.__version__.split("+")[0],
                 "steps": self._steps_marked,
@@ -269,6 +279,7 @@ class Trace(Run):
             self._calls.pop()
         self._note_left_out(function, args, kwargs)
         self._scalars.settle(out)
+        self._operands.settle(out)
         if function in _HEALTHY and out.is_meta and values.is_small(out) and self._known.twin(out) is None:
             self.unknown_reads.append(UnknownRead(user_line(), function.__name__))
             with torch._C._DisableTorchDispatch():
@@ -364,6 +375,8 @@ class Trace(Run):
         caller, caller_node = self._calls[-1] if self._calls else (None, None)
         from_python = caller is not None and caller_node == node
         op = _describe(func)
+        if self._rules.keeps_operands:
+            self._operands.note([tensor for tensor in _tensors(args, kwargs) if self.counts(tensor)])
         if op.may_take_over and self._writes.takes_over(func, args, node, caller, from_python):
             self._record_scratch(func, op, args, kwargs, node)
             return args[0]
@@ -516,7 +529,8 @@ class Trace(Run):
 
     def _make_scalars(self, op: _Op, args: tuple[Any, ...]) -> None:
         """Counts numbers that Python hands over among tensors; those of a gradient formula are tensors already."""
-        for slot in op.tensor_slots if self._rules.on_host else ():
+        counts = self._rules.on_host and not self._rules.keeps_operands  # candle keeps a number in the operation
+        for slot in op.tensor_slots if counts else ():
             if slot < len(args) and isinstance(args[slot], (bool, int, float, complex)):
                 self._scalars.make(args[slot], op=op.name, module=self.attribution.module)
 

@@ -6,6 +6,7 @@ base      what a set of rules is
 cpu       what CPU kernels return and keep
 cuda      what CUDA kernels return and keep; cuda_attention, cuda_dropout, cuda_reduction
 autocast  which ops autocast runs in which precision
+candle    what another framework keeps for a gradient, in the place of what PyTorch keeps
 """
 
 from typing import Final

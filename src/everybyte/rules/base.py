@@ -34,6 +34,7 @@ class Rules:
             function of the same arguments that returns it, or None.
         composed: Ops whose kernel is made of other ops, which are traced in its place.
         not_covered: Function -> what it is called, if the device has a kernel for it that no rule states.
+        keeps_operands: Whether every operand of every recorded op lives as long as its graph (`rules.candle`).
         autocast: Op, by name -> what autocast does with it (`rules.autocast`).
     """
 
@@ -48,6 +49,7 @@ class Rules:
     composed: frozenset[Any] = frozenset()
     not_covered: Mapping[Any, str] = field(default_factory=dict)
     autocast: Mapping[str, Policy] = field(default_factory=dict)
+    keeps_operands: bool = False
 
     @cached_property
     def on_host(self) -> bool:
