@@ -2,6 +2,7 @@
 
 engine    what the tracer's own presence changes in autograd, undone
 layout    how the results of pointwise kernels lie in memory, on every device
+dtypes    which tensors a kernel refuses to mix, where the meta device lets them pass
 base      what a set of rules is
 cpu       what CPU kernels return and keep
 cuda      what CUDA kernels return and keep; cuda_attention, cuda_dropout, cuda_reduction

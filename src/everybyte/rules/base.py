@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import layout
+from . import dtypes, layout
 from .autocast import Policy
 
 Function = Callable[..., Any]
@@ -58,7 +58,7 @@ class Rules:
 
     def kernel(self, op: Any) -> Function:
         """What runs in an op's place on the meta device."""
-        return self.kernels.get(op) or layout.as_iterated(op)
+        return dtypes.checked(op, self.kernels.get(op) or layout.as_iterated(op), self.on_host)
 
 
 def stating(table: dict[Any, Function], *names: Any) -> Callable[[Function], Function]:

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend
 from ..units import round_up
 from . import autocast
 from .base import Function, Rules, stating
+from .dtypes import check_attention
 from .layout import iterated_strides
 
 aten: Final = torch.ops.aten
@@ -47,6 +48,7 @@ def attention(
     The fused kernel keeps its output and a log-sum-exp for each query instead of the scores
     (`ATen/native/transformers/attention.cpp`, `scaled_dot_product_attention`).
     """
+    check_attention(query, key, value, attn_mask)
     options = {"scale": scale, "enable_gqa": enable_gqa}
     if _attention_choice(query, key, value, attn_mask, dropout_p, is_causal, options) != SDPBackend.FLASH_ATTENTION:
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)

@@ -22,6 +22,7 @@ from .. import gpus
 from ..units import format_bytes, round_up
 from .base import Function, stating
 from .cuda_dropout import dropout
+from .dtypes import check_attention
 
 aten: Final = torch.ops.aten
 
@@ -225,6 +226,7 @@ def attention(
     """Attention by the kernel that CUDA takes (`ATen/native/transformers/attention.cpp`, the function of this name)."""
     if query.dim() < 2 or key.dim() < 2 or value.dim() < 2 or (attn_mask is not None and is_causal):
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)  # raises
+    check_attention(query, key, value, attn_mask)
     call = _Call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     scale = scale or 1 / math.sqrt(query.shape[-1])
     match call.backend():
