@@ -111,6 +111,8 @@ def test_inference_mode_shows_the_same_allocations_as_no_grad():
             layer, x = nn.Linear(8, 8), torch.randn(2, 3, 8)
             mixed = torch.einsum("bsi,bti->bst", layer(x), x)  # composites, which arrive in one piece without autograd
             torch.where(mixed > 0, mixed, 0.0).transpose(1, 2).reshape(2, 9).contiguous().softmax(-1)
+            nn.Linear(8, 8, bias=False)(x.transpose(0, 1))  # a product that asks whether its weight learns
+            nn.BatchNorm1d(3)(x)  # a kernel that PyTorch also has in Python
         frame = run.timeline.frame()
         return list(zip(frame["action"], frame["op"], frame["nbytes"], strict=True))
 

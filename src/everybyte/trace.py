@@ -672,7 +672,7 @@ _COMPOSED: Final = torch._C.DispatchKey.CompositeExplicitAutograd
 
 @cache
 def _is_composite(func: Any) -> bool:
-    return func.has_kernel_for_dispatch_key(_COMPOSITE)
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE)  # not one in Python, as batch norm's
 
 
 class _Ops(engine.DispatchMode):
@@ -683,14 +683,18 @@ class _Ops(engine.DispatchMode):
         self._run = run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.is_inference_mode_enabled() and _is_composite(func):  # without autograd it arrives in one piece
+        inferring = torch.is_inference_mode_enabled()
+        if inferring and _is_composite(func):  # without autograd it arrives in one piece
             with self:
                 return func._op_dk(_COMPOSITE, *args, **(kwargs or {}))
         if func in self._run.composed:
             with self:
                 return func._op_dk(_COMPOSED, *args, **(kwargs or {}))
         with torch._C.DisableTorchFunction():  # inside, a traced tensor is a meta tensor and says so
-            return self._run.on_op(func, args, kwargs or {})
+            out = self._run.on_op(func, args, kwargs or {})
+            if inferring and func.is_view and args[0].requires_grad:  # there a view takes it over, and products ask
+                tree_map_only(torch.Tensor, torch.Tensor.requires_grad_, out)
+            return out
 
 
 _active: Trace | None = None
