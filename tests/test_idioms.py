@@ -281,6 +281,20 @@ def test_a_loss_that_is_tested_is_finite(rules):
     assert run.conditional == [] and len(run.unknown_reads) == 2
 
 
+@pytest.mark.parametrize("rules", RULES)
+def test_missing_values_in_data_too_large_to_be_known_are_not_taken_to_be_there(rules):
+    targets = rows(4096)
+    targets[::3] = np.nan
+    with eb.trace(rules=rules) as run:
+        missing = torch.isnan(run.to_device(targets[:600]))  # small: its values are known
+        assert missing.sum().item() == 200
+        y = run.to_device(targets)
+        with pytest.raises(eb.DataDependentShape, match=r"test_idioms.py:\d+: the result of index depends"):
+            y[~torch.isnan(y)]
+        if torch.isnan((y * 2).mean()):
+            raise ValueError("a loss that is no number ends the run")
+
+
 # -- bags --------------------------------------------------------------------------------------------------------------
 
 

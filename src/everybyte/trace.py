@@ -48,7 +48,7 @@ _HEALTHY: Final = {
     **dict.fromkeys((torch.isfinite, torch.Tensor.isfinite), True),
     **dict.fromkeys((torch.isnan, torch.Tensor.isnan, torch.isinf, torch.Tensor.isinf), False),
 }
-"""Question -> its answer for every number of a training run that goes well."""
+"""Question -> its answer for every number of a training run that goes well; data that is brought in may hold others."""
 _PACK: Final = aten._pack_padded_sequence.default
 _EMPTY: Final = aten.empty.memory_format
 _LIFT: Final = aten.lift_fresh.default
@@ -158,6 +158,7 @@ class Trace(Run):
         self.left_out: set[str] = set()
         self.remarks: list[str] = []
         self._known = KnownValues()
+        self._finite = True  # all numbers that were brought in
         self._autocast = Autocast(
             rules.device.type,
             rules.autocast,
@@ -280,7 +281,8 @@ class Trace(Run):
         self._note_left_out(function, args, kwargs)
         self._scalars.settle(out)
         self._operands.settle(out)
-        if function in _HEALTHY and out.is_meta and values.is_small(out) and self._known.twin(out) is None:
+        healthy = function in _HEALTHY and out.is_meta and (self._finite or out.numel() == 1)
+        if healthy and values.is_small(out) and self._known.twin(out) is None:
             self.unknown_reads.append(UnknownRead(user_line(), function.__name__))
             with torch._C._DisableTorchDispatch():
                 real = torch.empty_strided(out.size(), out.stride(), dtype=torch.bool, device="cpu")
@@ -577,6 +579,8 @@ class Trace(Run):
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             copy = torch.empty_like(real, device=META)
             likeness = torch.empty_strided(copy.size(), copy.stride(), dtype=copy.dtype, device=META)
+            if self._finite and not real.is_meta and real.is_floating_point() and real.element_size() > 1:
+                self._finite = bool(real.isfinite().all())
             if not real.is_meta and values.is_small(copy):
                 self._remember(likeness, real.detach().clone(memory_format=torch.preserve_format))
             return likeness
