@@ -17,7 +17,7 @@ def test_the_worked_example_s_cell_for_a_gpu_puts_all_it_makes_there_and_reads_t
     cells = nbformat.read(BOOK.notebooks / "14_worked_example.ipynb", as_version=4).cells
     names = {"eb": eb, "torch": torch, "GPT": GPT, "MasterWeights": MasterWeights}
     names["data"] = torch.zeros(2, 3, 16, dtype=torch.int64)
-    for start in ("def train(", "def on_gpu("):
+    for start in ("def train(", "def for_real("):
         (cell,) = (cell for cell in cells if cell.source.startswith(start))
         exec(cell.source, names)
     config = GPTConfig(layers=2, context=16)
@@ -28,7 +28,7 @@ def test_the_worked_example_s_cell_for_a_gpu_puts_all_it_makes_there_and_reads_t
             torch.cuda, "reset_peak_memory_stats", lambda: live_at_reset.append(run.timeline.live_bytes[-1])
         )
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: run.timeline.peak_bytes)
-        graph, peak = names["on_gpu"](config)
+        graph, peak = names["for_real"](config, names["data"])
 
     sizes = transformer.sizes(3, 16, config.hidden, config.heads, config.layers, config.vocabulary)
     assert graph == integer(transformer.stack(), sizes)
