@@ -326,6 +326,7 @@ def test_a_search_for_the_largest_batch_makes_a_condition_where_the_gpu_is_full(
 
 
 def test_full_memory_that_nobody_catches_is_no_condition():
+    """Whoever only speaks of being out of memory does not catch it."""
     with eb.trace(rules="cuda", gpu="t4") as run:
         torch.empty(4, 6 * 10**9, dtype=torch.uint8)
     assert run.conditional == run.remarks == []

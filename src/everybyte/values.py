@@ -252,8 +252,9 @@ def passes_check(code: CodeType, at: int) -> bool | None:
 @cache
 def catches_out_of_memory(code: CodeType) -> bool:
     """Whether code knows what PyTorch raises when a GPU is full, by its name or its message."""
-    texts = [constant for constant in code.co_consts if isinstance(constant, str)]
-    return "OutOfMemoryError" in code.co_names or any("out of memory" in text for text in texts)
+    texts = {constant.lower().rstrip(". ") for constant in code.co_consts if isinstance(constant, str)}
+    by_message = code.co_exceptiontable and not texts.isdisjoint({"out of memory", "cuda out of memory"})
+    return "OutOfMemoryError" in code.co_names or bool(by_message)
 
 
 def _ranges(node: ast.AST) -> list[ast.AST]:
