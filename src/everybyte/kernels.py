@@ -25,12 +25,12 @@ class Kernels:
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
-        self._plans: dict[Any, _Plan] = {}  # by op
+        self._plans: dict[int, _Plan] = {}  # by the op's identity: its own hash is a call of Python
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        plan = self._plans.get(func)
+        plan = self._plans.get(id(func))
         if plan is None:
-            plan = self._plans[func] = _Plan(func, self._rules)
+            plan = self._plans[id(func)] = _Plan(func, self._rules)
         key = plan.key(args, kwargs) if plan.remembers else None
         if key is None:
             return plan.kernel(*args, **kwargs)

@@ -52,6 +52,7 @@ _HEALTHY: Final = {
 _PACK: Final = aten._pack_padded_sequence.default
 _EMPTY: Final = aten.empty.memory_format
 _LIFT: Final = aten.lift_fresh.default
+_SPECIAL: Final = frozenset({_ITEM, _COPY, _PACK, _EMPTY, _LIFT})
 _ACCUMULATE_GRAD: Final = torch._C._functions.AccumulateGrad
 _current_node = torch._C._current_autograd_node
 
@@ -97,30 +98,44 @@ def trace(rules: str = "cpu", gpu: str | GPU | None = None, retention: str = "py
 
 @dataclass(frozen=True)
 class _Op:
-    """What the tracer needs to know of an op, once."""
+    """What a trace needs to know of an op, asked once: an op comes thousands of times."""
 
     name: str  # without namespace and overload
     aliases: bool  # every output is a view of, or is, an argument: no storage can be new
     mutates: bool
     written: tuple[tuple[int, str], ...]  # positions and names of the arguments that are written
+    may_grow: bool  # an argument that is written can get another size
     tensor_slots: tuple[int, ...]  # positions of the arguments that are tensors even where a number was given
     data_dependent: bool  # the result's shape, or the result itself if it is no tensor, depends on values
     may_take_over: bool  # a real run may write the result into an argument
+    composed: bool  # the rules have it run as the ops that it is made of
+    special: bool  # `Trace.on_op` treats it in a way of its own
+    scratch: Callable[..., Iterable[int]] | None  # of the rules
+    scratch_first: bool
+    takes_more: bool  # scratch, a workspace, or what no rule derives
 
-
-@cache
-def _describe(func: Any) -> _Op:
-    schema, tags = func._schema, func.tags
-    arguments = list(enumerate(schema.arguments))
-    return _Op(
-        name=schema.name.split("::")[1],
-        aliases=bool(schema.returns) and all(returned.alias_info is not None for returned in schema.returns),
-        mutates=schema.is_mutable,
-        written=tuple((i, arg.name) for i, arg in arguments if arg.alias_info is not None and arg.alias_info.is_write),
-        tensor_slots=tuple(i for i, arg in arguments if str(arg.type) == "Tensor"),
-        data_dependent=torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags,
-        may_take_over=func in engine.WRITES,
-    )
+    @classmethod
+    def of(cls, func: Any, rules: Rules) -> Self:
+        schema, tags = func._schema, func.tags
+        name, arguments = schema.name.split("::")[1], list(enumerate(schema.arguments))
+        resizes = "resize" in name or name.startswith("set_")
+        scratch = rules.scratch.get(func)
+        named = func in rules.left_out or func in rules.not_covered
+        return cls(
+            name=name,
+            aliases=bool(schema.returns) and all(returned.alias_info is not None for returned in schema.returns),
+            mutates=schema.is_mutable,
+            written=tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write),
+            may_grow=resizes or any(arg.is_out for arg in schema.arguments),
+            tensor_slots=tuple(i for i, arg in arguments if str(arg.type) == "Tensor"),
+            data_dependent=torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags,
+            may_take_over=func in engine.WRITES,
+            composed=func in rules.composed,
+            special=func in _SPECIAL,
+            scratch=scratch,
+            scratch_first=func in rules.scratch_first,
+            takes_more=scratch is not None or named or func in workspace.PRODUCTS,
+        )
 
 
 class Trace(Run):
@@ -149,7 +164,7 @@ class Trace(Run):
         self.gpu = gpu
         self.stream = 0
         self._rules = rules
-        self.composed = rules.composed
+        self._ops: dict[int, _Op] = {}  # by the op's identity: its own hash is a call of Python
         self._device = str(rules.device)
         self.attribution = Attribution(on_optimizer=self._on_optimizer, on_root=self._label_module)
         self.unknown_reads: list[UnknownRead] = []
@@ -280,7 +295,8 @@ class Trace(Run):
             self._calls.pop()
         self._note_left_out(function, args, kwargs)
         self._scalars.settle(out)
-        self._operands.settle(out)
+        if self._rules.keeps_operands:
+            self._operands.settle(out)
         healthy = function in _HEALTHY and out.is_meta and (self._finite or out.numel() == 1)
         if healthy and values.is_small(out) and self._known.twin(out) is None:
             self.unknown_reads.append(UnknownRead(user_line(), function.__name__))
@@ -370,20 +386,28 @@ class Trace(Run):
 
     # -- ops -----------------------------------------------------------------------------------------------------------
 
-    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def op(self, func: Any) -> _Op:
+        """What is to be known of an op."""
+        known = self._ops.get(id(func))
+        if known is None:
+            known = self._ops[id(func)] = _Op.of(func, self._rules)
+        return known
+
+    def on_op(self, func: Any, op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Lets one op run on the meta device and records the storages it makes."""
         node = _current_node()
-        self._writes.at_node(node)
+        if self._writes.at_node(node) and node is not None and node.name() in engine.NOT_REPRODUCED:
+            self.not_covered.add(node.name())
         caller, caller_node = self._calls[-1] if self._calls else (None, None)
         from_python = caller is not None and caller_node == node
-        op = _describe(func)
         if self._rules.keeps_operands:
             self._operands.note([tensor for tensor in _tensors(args, kwargs) if self.counts(tensor)])
         if op.may_take_over and self._writes.takes_over(func, args, node, caller, from_python):
             self._record_scratch(func, op, args, kwargs, node)
             return args[0]
         if (
-            func in (_EMPTY, _LIFT)
+            op.special
+            and func in (_EMPTY, _LIFT)
             and not self._calls
             and (self._rules.on_host or not made_for_the_host(asking_frame()))
         ):
@@ -392,19 +416,18 @@ class Trace(Run):
             elif args[0].untyped_storage().resizable():  # torch.Tensor([1.0, 2.0]); not torch.from_numpy(...)
                 return self.adopt(args[0], "tensor")
         self._note_phase(node)
-        if node is not None and node.name() in engine.NOT_REPRODUCED:
-            self.not_covered.add(node.name())
         tensors = _tensors(args, kwargs)
         if self._is_host_s_own(tensors, kwargs):
             return func(*args, **kwargs)
-        if func is _ITEM:
-            return self._read(tensors[0])
-        if func is _COPY and not self._rules.on_host and not args[0].is_meta:
-            self._unknown_read("copy_", args[1])  # the host's own memory, filled with what nobody knows
-            return args[0]
-        if func is _PACK:
-            args = (args[0], self._lengths(args[1]), *args[2:])
-        elif len({tensor.is_meta for tensor in tensors}) == 2:
+        if op.special:
+            if func is _ITEM:
+                return self._read(tensors[0])
+            if func is _COPY and not self._rules.on_host and not args[0].is_meta:
+                self._unknown_read("copy_", args[1])  # the host's own memory, filled with what nobody knows
+                return args[0]
+            if func is _PACK:
+                args = (args[0], self._lengths(args[1]), *args[2:])
+        if len(tensors) > 1 and func is not _PACK and len({tensor.is_meta for tensor in tensors}) == 2:
             args, kwargs = self._meet(func, tensors, args, kwargs)
             tensors = _tensors(args, kwargs)
         if from_python:
@@ -426,16 +449,18 @@ class Trace(Run):
         if known and not (op.mutates or op.data_dependent) and all(map(values.is_small, _tensors((out,), {}))):
             real = self._known.follow(func, args, kwargs)
         self._made = []
-        if op.mutates or not op.aliases:
+        if not op.aliases:
             results = _tensors(out if isinstance(out, (tuple, list)) else (out,), {})
-            if func in self._rules.scratch_first:
+            if op.scratch_first:
                 self._record_scratch(func, op, args, kwargs, node, results)
             else:
                 self._record_results(results, op, node)
                 self._record_scratch(func, op, args, kwargs, node)
+        elif op.mutates and op.takes_more:
+            self._record_scratch(func, op, args, kwargs, node)
         if op.mutates:
             for written in _tensors([args[i] if i < len(args) else kwargs.get(name) for i, name in op.written], {}):
-                if self.counts(written) and self._storages.has_grown(written):
+                if op.may_grow and self.counts(written) and self._storages.has_grown(written):
                     self._storages.record_growth(written, op=op.name, **self._whose(node))
                 if real is UNKNOWN and not (func is _UNSCALE and written is args[1]):  # it finds no infinity
                     self._known.forget(written.untyped_storage()._cdata)
@@ -471,11 +496,14 @@ class Trace(Run):
         self, func: Any, op: _Op, args: Any, kwargs: Any, node: Any, results: Iterable[torch.Tensor] = ()
     ) -> None:
         """Records what the kernel allocates for itself, results that it makes after that, and that it gives it back."""
+        if not op.takes_more:
+            self._record_results(results, op, node)
+            self._note_room()
+            return
         self._note_left_out(func, args, kwargs)
-        derive = self._rules.scratch.get(func)
         recorder, live = self._storages.recorder, []
-        whose = self._whose(node) if derive is not None else {}
-        for nbytes in derive(*args, **kwargs) if derive is not None else ():
+        whose = self._whose(node) if op.scratch is not None else {}
+        for nbytes in op.scratch(*args, **kwargs) if op.scratch is not None else ():
             if nbytes < 0:  # gives one back before the others
                 recorder.free(live.pop(next(i for i, (size, _) in enumerate(live) if size == -nbytes))[1])
             elif nbytes > 0:
@@ -552,7 +580,7 @@ class Trace(Run):
         many = not self._rules.on_host and any(not tensor.is_meta and tensor.dim() for tensor in tensors)
         if many and func not in _ACROSS:
             raise RuntimeError(
-                f"{user_line()}: {_describe(func).name}: Expected all tensors to be on the same device, but found at "
+                f"{user_line()}: {self.op(func).name}: Expected all tensors to be on the same device, but found at "
                 f"least two devices, {self._rules.device} and cpu! Bring the data over with run.to_device(data) or "
                 f".to({self._rules.device.type!r})"
             )
@@ -628,13 +656,13 @@ class Trace(Run):
         if func is _INDEX and (positions := self._known.positions(args[1])) is not None:
             return func(args[0], [at if at is None or at.is_meta else self._likeness(at) for at in positions])
         if not any("Tensor" in str(returned.type) for returned in func._schema.returns):
-            if (passing := self._passes_check(_describe(func).name)) is not None:
+            if (passing := self._passes_check(self.op(func).name)) is not None:
                 return passing
-            self.unknown_reads.append(UnknownRead(user_line(), _describe(func).name))
+            self.unknown_reads.append(UnknownRead(user_line(), self.op(func).name))
             self._decided(user_line())
             return False
         raise DataDependentShape(
-            f"{user_line()}: the result of {_describe(func).name} depends on values, which a trace does not have; "
+            f"{user_line()}: the result of {self.op(func).name} depends on values, which a trace does not have; "
             "index with a small constant tensor, or use a form of fixed size (torch.where, a mask multiplied in)"
         ) from None
 
@@ -687,15 +715,15 @@ class _Ops(engine.DispatchMode):
         self._run = run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inferring = torch.is_inference_mode_enabled()
+        op, inferring = self._run.op(func), torch.is_inference_mode_enabled()
         if inferring and _is_composite(func):  # without autograd it arrives in one piece
             with self:
                 return func._op_dk(_COMPOSITE, *args, **(kwargs or {}))
-        if func in self._run.composed:
+        if op.composed:
             with self:
                 return func._op_dk(_COMPOSED, *args, **(kwargs or {}))
         with torch._C.DisableTorchFunction():  # inside, a traced tensor is a meta tensor and says so
-            out = self._run.on_op(func, args, kwargs or {})
+            out = self._run.on_op(func, op, args, kwargs or {})
             if inferring and func.is_view and args[0].requires_grad:  # there a view takes it over, and products ask
                 tree_map_only(torch.Tensor, torch.Tensor.requires_grad_, out)
             return out

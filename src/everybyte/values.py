@@ -18,7 +18,6 @@ from types import CodeType
 from typing import Any, Final
 
 import torch
-from torch.utils._pytree import tree_map
 
 LIMIT: Final = 4096
 """Storages of at most this many bytes keep their values."""
@@ -160,7 +159,7 @@ class KnownValues:
 
     def covers(self, tensors: list[torch.Tensor]) -> bool:
         """Whether all these tensors are traced ones whose values are known."""
-        return all(t.is_meta and t.untyped_storage()._cdata in self._twins for t in tensors)
+        return all([t.is_meta and t.untyped_storage()._cdata in self._twins for t in tensors])
 
     def follow(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs an op on the twins of its arguments, all of which `covers` says are known.
@@ -179,10 +178,12 @@ class KnownValues:
         def real(leaf: Any) -> Any:
             if isinstance(leaf, torch.Tensor):
                 return self.twin(leaf)
+            if isinstance(leaf, (list, tuple)):
+                return [real(item) for item in leaf]
             return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
         try:
-            return func(*tree_map(real, args), **tree_map(real, kwargs))
+            return func(*map(real, args), **{name: real(value) for name, value in kwargs.items()})
         except (RuntimeError, NotImplementedError, TypeError):
             return UNKNOWN
 

@@ -146,11 +146,13 @@ class Writes:
         self._node = -1  # number of the node that runs; the node itself would be kept alive
         self._sums = 0  # how many sums it has made
 
-    def at_node(self, node: Any) -> None:
-        """Notes which backward node is running, None outside any."""
+    def at_node(self, node: Any) -> bool:
+        """Notes which backward node is running, None outside any, and says whether it was another one before."""
         number = -1 if node is None else node._sequence_nr()
-        if number != self._node:
-            self._node, self._sums = number, 0
+        if number == self._node:
+            return False
+        self._node, self._sums = number, 0
+        return True
 
     def takes_over(self, func: Any, args: tuple[Any, ...], node: Any, caller: Any, from_python: bool) -> bool:
         """Whether a real run would write this op's result into argument 0.
