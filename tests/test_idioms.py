@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import numpy as np
@@ -309,3 +310,75 @@ def test_a_bag_of_embeddings_keeps_what_its_way_of_summing_needs(mode):
             F.embedding_bag(tokens, bags.weight.detach(), offsets, mode=mode)
 
     assert_agree(body)
+
+
+# -- deep copies -------------------------------------------------------------------------------------------------------
+
+
+def copies_of_views(run):
+    x = torch.ones(30)
+    copied = copy.deepcopy({"head": x[:10], "tail": x[10:], "turned": x.view(5, 6).t(), "none": x[:0]})
+    del x
+    assert copied["turned"].stride() == (1, 6) and copied["tail"].storage_offset() == 10
+    copied["head"].add_(1)
+
+
+def copies_of_gradients(run):
+    parameter, leaf = nn.Parameter(torch.ones(7)), torch.ones(9, requires_grad=True)
+    (parameter.sum() * leaf.sum()).backward()
+    first, second = copy.deepcopy([parameter, leaf])
+    assert first.grad is None and second.grad is not None and second.requires_grad  # a parameter has its own way
+    (first.sum() * second.sum()).backward()
+
+
+def copies_of_modules(run):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4))
+    model[1].weight = model[0].weight
+    model.register_buffer("table", torch.zeros(6))
+    model.register_buffer("part", model.table[2:])
+    copied = copy.deepcopy(model)
+    assert copied[1].weight is copied[0].weight
+    copied(torch.ones(2, 4)).sum().backward()
+
+
+def copies_of_states(run):
+    model = nn.Linear(3, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in run.steps(2):
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        best = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        twin = copy.deepcopy(optimizer)
+    model.load_state_dict(best[0])
+    assert len(twin.state) == 2
+
+
+def copies_of_attributes(run):
+    x = torch.ones(3, dtype=torch.bfloat16)
+    x.note = torch.arange(5)
+    assert copy.deepcopy(x).note.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "body", [copies_of_views, copies_of_gradients, copies_of_modules, copies_of_states, copies_of_attributes]
+)
+def test_a_deep_copy_takes_each_storage_once_event_for_event(body):
+    events = []
+    for context in (eb.trace(rules="cpu"), eb.measure(device="cpu")):
+        with context as run:
+            body(run)
+        frame = run.timeline.without("scratch").frame()
+        events.append(list(zip(frame["action"], frame["nbytes"], strict=True)))
+    assert events[0] == events[1]
+
+
+def test_a_deep_copy_on_the_gpu_is_one_storage_and_a_passing_scalar():
+    with eb.trace(rules="cuda") as run:
+        x, host = torch.ones(30), torch.ones(3, device="cpu")
+        copied = copy.deepcopy([x[:3], x[3:], host])
+        assert copied[0].is_cuda and copied[2].is_cpu
+        assert torch.cuda.memory_allocated() == 2 * 512
+    assert list(run.timeline.frame()["nbytes"]) == [120, 120, 4, 4, 4, 4]  # two passing scalars, each made and released
+    with eb.trace(rules="cuda"), pytest.raises(RuntimeError, match="graph leaves"):
+        copy.deepcopy(torch.ones(3, requires_grad=True) * 2)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import GetSetDescriptorType
+from types import FunctionType, GetSetDescriptorType
 from typing import Any, Final, Protocol
 from unittest import mock
 
@@ -97,6 +97,9 @@ class Tracer(Protocol):
     def copy_to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A real tensor in host memory."""
 
+    def copy_storage(self, tensor: torch.Tensor, op: str) -> torch.UntypedStorage:
+        """A new storage with what a traced tensor's whole storage holds."""
+
 
 @contextmanager
 def shown_to(run: Tracer, rules: Rules) -> Iterator[None]:
@@ -155,6 +158,7 @@ class Surface(TorchFunctionMode):
             tensor.data_ptr: self._data_ptr,
             tensor.backward: self._backward,
             tensor.new_tensor: self._new_tensor,
+            tensor.__deepcopy__: self._deepcopy,
             tensor.to: self._to,
             tensor.cpu: lambda func, args, kwargs: self._to(tensor.to, (args[0], _HOST), {}),
         }
@@ -272,6 +276,17 @@ class Surface(TorchFunctionMode):
         with self:  # what Python runs inside (checkpointing, custom functions) is seen as well
             return self._run.backward(*args, **kwargs)
 
+    def _deepcopy(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Copies a storage once for all tensors in it, as on a real device: `torch/storage.py`, `__deepcopy__`."""
+        tensor, memo = args
+        if not tensor.is_meta or _of_the_user_s_own(tensor):
+            return self._run.call(func, args, kwargs)
+        copies, address = memo.setdefault("torch", {}), tensor.untyped_storage()._cdata
+        if tensor.is_leaf and id(tensor) not in memo and address not in copies:
+            copies[address] = self._run.copy_storage(tensor, "deepcopy")
+        with self, torch._C.DisableTorchFunctionSubclass():
+            return _deepcopied(tensor, memo)
+
     def _take_index(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not (self._rules.on_host or args[0].is_meta):
             return self._run.call(func, args, kwargs)
@@ -324,6 +339,12 @@ class Surface(TorchFunctionMode):
             return real  # looks at the caller's own memory, as in a real run
         made = self._run.adopt(real, func.__name__)
         return made.requires_grad_() if real.requires_grad else made
+
+
+def _deepcopied(tensor: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:
+    """`Tensor.__deepcopy__`, without its own check for function modes: what it asks of the tensor, the mode answers."""
+    own = vars(torch._tensor) | {"has_torch_function_unary": lambda tensor: False}
+    return FunctionType(torch.Tensor.__deepcopy__.__code__, own)(tensor, memo)
 
 
 def _is_traced(args: Any) -> bool:

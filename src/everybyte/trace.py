@@ -377,6 +377,18 @@ class Trace(Run):
             self._unknown_read("cpu", tensor)
             return _zeros(tensor)
 
+    def copy_storage(self, tensor: torch.Tensor, op: str) -> torch.UntypedStorage:
+        """A new storage with what a traced tensor's whole storage holds, counted with the tensor's shape."""
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            storage = tensor.untyped_storage()
+            copy = storage.clone()
+            self._known.copy(storage, copy)
+            made = torch.empty(0, dtype=tensor.dtype, device=META)
+            made.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
+        if not self._storages.is_known(made):
+            self.count(made, op)
+        return copy
+
     def _unknown_read(self, op: str, tensor: torch.Tensor) -> str:
         line = user_line()
         self.unknown_reads.append(UnknownRead(line, op))
@@ -462,7 +474,8 @@ class Trace(Run):
             for written in _tensors([args[i] if i < len(args) else kwargs.get(name) for i, name in op.written], {}):
                 if op.may_grow and self.counts(written) and self._storages.has_grown(written):
                     self._storages.record_growth(written, op=op.name, **self._whose(node))
-                if real is UNKNOWN and not (func is _UNSCALE and written is args[1]):  # it finds no infinity
+                keeps = op.name == "set_" or (func is _UNSCALE and written is args[1])  # it finds no infinity
+                if real is UNKNOWN and not keeps:
                     self._known.forget(written.untyped_storage()._cdata)
             if func is _UNSCALE:
                 self.unknown_reads.append(UnknownRead(user_line(), op.name))

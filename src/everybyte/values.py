@@ -128,6 +128,11 @@ class KnownValues:
         if same and is_small(real):
             self._twins[traced.untyped_storage()._cdata] = real.untyped_storage()
 
+    def copy(self, storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+        """Says that another traced storage holds what this one does."""
+        if storage._cdata in self._twins:
+            self._twins[other._cdata] = self._twins[storage._cdata].clone()
+
     def twin(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A real tensor with the value of a traced one, or None if it is unknown."""
         if not tensor.is_meta:
