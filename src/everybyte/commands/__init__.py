@@ -1,0 +1,45 @@
+"""The commands of `everybyte`, one a module, and what they share: how each answers, and how it ends with a no.
+
+A command is two functions. `add` gives it a parser of its own; the function that this parser names takes the parsed
+arguments and returns an `Answer`. It prints nothing: `everybyte.cli` does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from typing import Any, Final
+
+SCHEMA: Final = 1
+"""Version of the JSON: it grows when a key goes or changes its meaning, not when one is added."""
+
+NO, BAD_INPUT, CANNOT_SAY = 1, 2, 3
+"""Exit codes: the answer is no; bad input; cannot say."""
+
+
+class Stop(Exception):
+    """Ends the command with an exit code and one line."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+Answer = tuple[dict[str, Any], Iterable[str], Stop | None]
+"""The JSON, the lines for a person, and why it is no plain yes."""
+
+
+@contextmanager
+def on_stderr() -> Iterator[None]:
+    """What the code prints, and what programs print that it starts, goes to the error output."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -1,0 +1,50 @@
+"""Lines for a terminal: sizes in columns, names from anywhere made safe, long tables cut."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
+
+from ..units import format_bytes
+
+LONGEST_TABLE: Final = 12  # rows
+LONGEST_LINE: Final = 1_000  # characters of an error
+
+
+def printable(text: str, most: int = 120) -> str:
+    """A text without line breaks, control characters and excess, safe for a terminal."""
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: most + 1])
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def alike(rows: Iterable[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
+    """The rows of `blocks.0.mlp`, `blocks.1.mlp`, ... as one of `blocks.*.mlp`."""
+    sums: dict[str, tuple[int, int]] = {}
+    for nbytes, count, name in rows:
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+        before = sums.get(pattern, (0, 0))
+        sums[pattern] = before[0] + nbytes, before[1] + count
+    return sorted(((*both, name) for name, both in sums.items()), reverse=True)
+
+
+def peaks(figures: Mapping[str, int]) -> Iterator[str]:
+    """The three peaks and what was reserved, each with what it means; they are never mixed."""
+    for name, meaning in (
+        ("allocated", "whole blocks, as torch.cuda.max_memory_allocated reports"),
+        ("rounded", "each request rounded to 512 B"),
+        ("requested", "what was asked for"),
+        ("reserved", "segments, as torch.cuda.max_memory_reserved reports"),
+    ):
+        yield f"peak {name:9}  {format_bytes(figures[f'peak_{name}']):>46}  {meaning}"
+
+
+def table(rows: Iterable[tuple[int, int, str]], most: int = LONGEST_TABLE) -> Iterator[str]:
+    """Bytes, share, number of storages and name, largest first; what is beyond `most` rows as one."""
+    rows = list(rows)
+    if len(rows) > most:
+        rest = rows[most - 1 :]
+        rows = [*rows[: most - 1], (sum(row[0] for row in rest), sum(row[1] for row in rest), f"{len(rest):,} others")]
+    total = sum(nbytes for nbytes, *_ in rows) or 1
+    for nbytes, count, name in rows:
+        yield f"  {format_bytes(nbytes):>46}  {nbytes / total:6.1%}  {count:>7,} ×  {printable(name)}"

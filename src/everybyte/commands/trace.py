@@ -1,0 +1,293 @@
+"""`everybyte trace MODULE:FUNCTION`: would this training step fit on that GPU, and whose is the memory at its peak?
+
+The user's function runs once, in a trace, as a script would; what it prints goes to the error output. Its timeline,
+with the workspaces of cuBLAS added, then goes through the allocator twice: beside the smallest and beside the largest
+CUDA context. Only where both agree is the answer yes or no.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.util import module_from_spec, spec_from_file_location
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Final
+from unittest import mock
+
+from torch import nn
+
+from .. import attribution, gpus, workspace
+from ..allocator import Allocator, OutOfMemory, Replay
+from ..caching import MIN_BLOCK
+from ..timeline import Timeline
+from ..trace import Trace, trace
+from ..units import format_bytes
+from ..values import DataDependentShape
+from . import BAD_INPUT, CANNOT_SAY, NO, SCHEMA, Answer, Stop, on_stderr
+from .text import LONGEST_LINE, LONGEST_TABLE, alike, peaks, printable, table
+
+STEPS: Final = 3  # traced unless said otherwise
+
+
+def add(commands: Any) -> argparse.ArgumentParser:
+    """Adds the parser of `everybyte trace`."""
+    parser = commands.add_parser(
+        "trace",
+        help="what a training step would allocate on a GPU, traced without one",
+        description="Whether a training step fits on a GPU, and whose the memory is at its peak. Nothing is computed.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "target",
+        metavar="MODULE:FUNCTION",
+        help="or file.py:FUNCTION. FUNCTION() builds the model and returns a step, a function without arguments; or it "
+        "runs everything itself and returns nothing",
+    )
+    parser.add_argument("--gpu", help=f"such as a4000, t4 or 3050ti; {gpus.DEFAULT} unless given")
+    parser.add_argument("--steps", type=_count, metavar="N", help=f"how often to run the step; {STEPS} unless given")
+    parser.add_argument(
+        "--snapshot", type=_new_file, metavar="OUT", help="write a snapshot for PyTorch's memory viewer"
+    )
+    parser.add_argument("--parquet", type=_new_file, metavar="OUT", help="write the timeline, an event a row")
+    parser.add_argument("--traceback", action="store_true", help="show all of an error of the code that is traced")
+    parser.set_defaults(command=_answer)
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"the number of steps is a positive whole number, not {text!r}")
+    return int(text)
+
+
+def _new_file(text: str) -> Path:
+    path = Path(text)
+    reasons = {
+        "it is a folder": path.is_dir(),
+        f"there is no folder {path.parent}": not path.parent.is_dir(),
+        "it is a program": path.suffix == ".py",
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise argparse.ArgumentTypeError(f"{text} cannot be written: {reason}")
+    return path
+
+
+def _answer(args: argparse.Namespace) -> Answer:
+    try:
+        gpu = gpus.find(args.gpu or gpus.DEFAULT)
+    except ValueError as error:
+        raise Stop(BAD_INPUT, str(error)) from None
+    if args.snapshot and args.snapshot == args.parquet:
+        raise Stop(BAD_INPUT, f"--snapshot and --parquet both name {args.snapshot}: give each a file of its own")
+    run, remarks = _traced(args, gpu)
+    timeline = run.timeline
+    if not len(timeline):
+        raise Stop(BAD_INPUT, f"{args.target} put nothing on the GPU: does it ask for device='cpu'?")
+    steps = timeline.info["steps"]
+    if args.steps and not steps:
+        remarks.append(f"--steps {args.steps} was not used: {args.target} returned no step to repeat")
+    whole = timeline.with_workspaces()  # what the allocator gets to see
+    _written(args.snapshot, lambda path: whole.to_snapshot(path, Allocator(gpu=gpu)))
+    _written(args.parquet, timeline.to_parquet)
+
+    needs = Allocator().replay(whole)
+    notes = {
+        "not_covered": sorted(run.not_covered),
+        "conditional": list(run.conditional),
+        "left_out": sorted(run.left_out),
+        "remarks": [*remarks, *run.remarks],
+    }
+    verdict, failure, stop = _verdict(needs, whole, gpu, list(_unsure(notes)))
+    step, phase = timeline.table.select(["step", "phase"]).slice(timeline.peak, 1).to_pylist()[0].values()
+    answer = {
+        "schema": SCHEMA,
+        "function": args.target,
+        "gpu": {
+            "key": gpu.key,
+            "name": gpu.name,
+            "total": gpu.total,
+            "usable_at_least": gpu.usable[0],
+            "usable_at_most": gpu.usable[1],
+        },
+        "assumed": args.gpu is None,
+        "steps": steps,
+        "verdict": verdict,
+        "peak_allocated": needs.peak_allocated,
+        "peak_rounded": timeline.rounded(MIN_BLOCK).peak_bytes,
+        "peak_requested": timeline.peak_bytes,
+        "peak_reserved": needs.peak_reserved,
+        "fragmentation": asdict(needs.fragmentation),
+        "out_of_memory": failure and asdict(failure),
+        "peak": {"event": timeline.peak, "step": step, "phase": phase},
+        **{f"by_{key}": _by(timeline, key) for key in ("category", "module", "op")},
+        "workspaces": [asdict(taken) for taken in run.workspaces],
+        **notes,
+    }
+    return answer, _lines(answer, run, needs), stop
+
+
+def _written(path: Path | None, write: Callable[[Path], None]) -> None:
+    try:
+        if path is not None:
+            write(path)
+    except OSError as error:
+        raise Stop(BAD_INPUT, f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def _traced(args: argparse.Namespace, gpu: gpus.GPU) -> tuple[Trace, list[str]]:
+    """Runs the user's function in a trace; what it prints goes to the error output. With it what is worth knowing."""
+    where, _, name = args.target.rpartition(":")
+    if not where or not name:
+        raise Stop(BAD_INPUT, f"{args.target!r} names no function: write MODULE:FUNCTION or file.py:FUNCTION")
+    run, remarks = trace(rules="cuda", gpu=gpu), []
+    try:
+        with on_stderr(), _as_a_script(where), run:
+            step = _called(_function(where, name), args.target)
+            if callable(step) and not isinstance(step, nn.Module):
+                for _ in run.steps(args.steps or STEPS):
+                    _called(step, f"the step of {args.target}")
+            elif step is not None:
+                what = f"a {type(step).__name__}, which is no step"
+                remarks.append(f"{args.target} returned {what}: it was taken to have run everything")
+            del step
+        return run, remarks
+    except Stop:
+        raise
+    except (Exception, SystemExit) as error:
+        if args.traceback:
+            traceback.print_exc()
+        ours, line = attribution.is_ours(error), attribution.line_of(error)
+        message = " ".join([str(error), *getattr(error, "__notes__", ())])
+        if isinstance(error, SystemExit) and isinstance(error.code, int):
+            message = f"the code ended itself with exit code {error.code}; it gets no arguments: set its options in it"
+        elif not ours:
+            message = f"{type(error).__name__}: {message}"
+        if line and not re.match(r"\S+:\d+: ", message):
+            message = f"{line}: {message}"
+        cannot = isinstance(error, DataDependentShape) or (ours and isinstance(error, NotImplementedError))
+        cannot = cannot or bool(run.conditional)  # who knows whether a real run comes there
+        raise Stop(CANNOT_SAY if cannot else BAD_INPUT, message) from None
+
+
+def _called(function: Callable[[], Any], name: str) -> Any:
+    """What the function returns; nothing if it ends with `sys.exit()`, as a script may."""
+    try:
+        made = function()
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+        return None
+    if inspect.iscoroutine(made) or inspect.isgenerator(made):
+        made.close()
+        raise Stop(BAD_INPUT, f"{name} is a generator or a coroutine, of which nothing has run: write a plain function")
+    return made
+
+
+@contextmanager
+def _as_a_script(where: str) -> Iterator[None]:
+    """Modules beside the script, or in the working folder, can be imported; the arguments, being ours, are hidden."""
+    folder = str(Path(where).resolve().parent if where.endswith(".py") else Path.cwd())
+    with mock.patch.object(sys, "path", [folder, *sys.path]), mock.patch.object(sys, "argv", [where]):
+        yield
+
+
+def _function(where: str, name: str) -> Callable[[], Any]:
+    if where.endswith(".py"):
+        if not Path(where).is_file():
+            raise Stop(BAD_INPUT, f"there is no file {where}")
+        spec = spec_from_file_location(f"{Path(where).stem} (traced)", where)
+        module = sys.modules[spec.name] = module_from_spec(spec)
+        spec.loader.exec_module(module)
+    else:
+        hint = f"run in its folder, or write path/to/file.py:{name}"
+        if not all(part.isidentifier() for part in where.split(".")):
+            raise Stop(BAD_INPUT, f"there is no module {where}: {hint}")
+        try:
+            module = importlib.import_module(where)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{where}.".startswith(f"{error.name}."):
+                raise
+            raise Stop(BAD_INPUT, f"there is no module {error.name}: {hint}") from None
+    try:
+        return attrgetter(name)(module)
+    except AttributeError:
+        near = difflib.get_close_matches(name, [key for key, value in vars(module).items() if callable(value)], n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else "what only runs as __main__ must go into one"
+        raise Stop(BAD_INPUT, f"{where} has no function {name}; {hint}") from None
+
+
+def _verdict(
+    needs: Replay, timeline: Timeline, gpu: gpus.GPU, unsure: Sequence[str]
+) -> tuple[str, OutOfMemory | None, Stop | None]:
+    """Whether it fits, the request that fails, and why the answer is no plain yes.
+
+    What a CUDA context takes is a range: it fits if it does beside the largest, and does not if it does not beside the
+    smallest.
+    """
+    tight, loose = (Allocator(total=usable).replay(timeline).out_of_memory for usable in gpu.usable)
+    if unsure:
+        return "cannot say", tight, Stop(CANNOT_SAY, f"cannot say whether it fits: {'; '.join(unsure)}")
+    if loose:
+        mend = f"it needs {format_bytes(needs.peak_reserved)}: make the batch smaller, recompute, or choose another GPU"
+        if Allocator(total=gpu.usable[0], expandable_segments=True).replay(timeline).out_of_memory is None:
+            mend = "with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it fits"
+        return "does not fit", loose, Stop(NO, f"does not fit on {gpu.name}: {loose}; {mend}")
+    if tight:
+        least, most = (format_bytes(nbytes) for nbytes in gpu.context)
+        why = f"it does if the CUDA context takes {least}, and not if it takes {most}; make the batch a little smaller"
+        return "cannot say", tight, Stop(CANNOT_SAY, f"cannot say whether it fits on {gpu.name}: {why}")
+    return "fits", None, None
+
+
+def _unsure(notes: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    if notes["not_covered"]:
+        yield f"no rule covers {', '.join(notes['not_covered'])}: leave it out, or measure it on the GPU"
+    if notes["conditional"]:
+        lines = ", ".join(notes["conditional"])
+        yield f"at {lines} a value that no trace knows decides the way, or full memory; figures are of the way taken"
+
+
+def _by(timeline: Timeline, key: str) -> list[dict[str, Any]]:
+    table = timeline.by(key)
+    rows = zip(table.index, table["nbytes"].tolist(), table["storages"].tolist(), strict=True)
+    return [{key: name, "bytes": nbytes, "storages": count} for name, nbytes, count in rows]
+
+
+def _lines(answer: Mapping[str, Any], run: Trace, needs: Replay) -> Iterator[str]:
+    gpu, peak, steps = run.gpu, answer["peak"], answer["steps"]
+    where = f"{gpu.name}{' (--gpu chooses another)' if answer['assumed'] else ''}"
+    times = f"{steps} step{'s' * (steps > 1)}" if steps else "one run"
+    yield printable(f"{answer['function']} on {where}, {times}: {answer['verdict']}")
+    yield ""
+    yield from peaks(answer)
+    context = f"less {gpu.context[0]:,} to {gpu.context[1]:,} B for a context"
+    yield f"memory          {format_bytes(gpu.total):>46}  {context}"
+    yield ""
+    yield f"When most is reserved: {needs.fragmentation}."
+    when = f"step {peak['step']}, {peak['phase']}" if peak["step"] >= 0 else f"event {peak['event']:,}"
+    for key in ("category", "module", "op"):
+        yield ""
+        yield f"Requested at the peak ({when}), by {key}:"
+        rows = [(row["bytes"], row["storages"], row[key] or "(outside any module)") for row in answer[f"by_{key}"]]
+        yield from table(rows if len(rows) <= LONGEST_TABLE else alike(rows))
+    for title, notes in (
+        ("Beside the tensors, counted in allocated and reserved", [str(taken) for taken in run.workspaces]),
+        ("Not covered by any rule", answer["not_covered"]),
+        ("Decided by values that no trace knows", answer["conditional"]),
+        ("Left out", answer["left_out"]),
+        ("Worth knowing", [*answer["remarks"], workspace.beside(gpu)]),
+    ):
+        if notes:
+            yield ""
+            yield f"{title}:"
+            yield from (f"  {printable(note, LONGEST_LINE)}" for note in notes)
