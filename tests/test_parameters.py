@@ -98,7 +98,7 @@ def test_auto_is_what_the_environment_says(monkeypatch):
 
 
 def test_cuda_is_refused_with_the_reason_and_another_name_without():
-    assert message({"device": "cuda"}, device=device_name).endswith("measuring on CUDA is not supported yet")
+    assert message({"device": "cuda"}, device=device_name).endswith("compared with the kernels of the CPU")
     assert message({"device": "tpu"}, device=device_name) == "device must be 'cpu' or 'auto', not 'tpu'"
 
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
@@ -30,7 +30,8 @@ from torch.utils._pytree import tree_leaves
 _TORCH: Final = str(Path(torch.__file__).parent)
 _OURS: Final = str(Path(__file__).parent)
 _MACHINERY: Final = (
-    *(str(Path(_OURS, f"{name}.py")) for name in ("attribution", "cli", "files", "kernels", "measure", "run", "saved")),
+    *(str(Path(_OURS, f"{name}.py")) for name in ("attribution", "cli", "files", "kernels", "run", "saved")),
+    *(str(Path(_OURS, f"{name}.py")) for name in ("measure", "measure_cuda")),
     *(str(Path(_OURS, f"{name}.py")) for name in ("scalars", "storages", "surface", "torch_cuda", "trace", "values")),
     str(Path(_OURS, "rules")),
 )
@@ -189,6 +190,11 @@ def line_of(error: BaseException) -> str:
     frames = [(filename, line) for filename, line in frames if _is_user_s(filename)]
     own = [at for at in frames if "site-packages" not in at[0] and not at[0].startswith(_STANDARD)]
     return next((f"{_short(filename)}:{line}" for filename, line in reversed(own or frames)), "")
+
+
+def innermost_line(frames: Iterable[tuple[str, int]]) -> str:
+    """`file:line` of the first of these that belongs neither to PyTorch nor to our machinery; "" if all do."""
+    return next((f"{_short(filename)}:{line}" for filename, line in frames if filename and _is_user_s(filename)), "")
 
 
 def is_ours(error: BaseException) -> bool:

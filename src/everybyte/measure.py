@@ -1,7 +1,8 @@
 """What a run really allocates: the same training code, executed, its allocations taken from PyTorch's profiler.
 
 The profiler reports each allocation and release of PyTorch's CPU allocator with its address and the op it happened in
-(`torch.autograd.profiler`, `profile_memory=True`). Nothing else watches the run, so nothing about it changes.
+(`torch.autograd.profiler`, `profile_memory=True`). Nothing else watches the run, so nothing about it changes. What is
+different on a GPU is in `measure_cuda`.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ from .timeline import Recorder, Timeline
 
 _MARK: Final = "everybyte:"
 _OPTIMIZER: Final = "Optimizer.step#"
-_HOST: Final = torch.device("cpu")
-_ALLOCATION: Final = "[memory]"  # also of a release (`torch/csrc/profiler/collection.cpp`, `Result::name`)
+ALLOCATION: Final = "[memory]"  # also of a release (`torch/csrc/profiler/collection.cpp`, `Result::name`)
 _NODE: Final = "autograd::engine::evaluate_function: "
 
 # The profiler's library logs its start and stop to stderr, with a process id, at every level below this.
@@ -34,14 +34,19 @@ def measure(device: str = "cpu") -> Measurement:
     """Executes the training code of a `with` block and records what it allocates. The body is that of `trace`.
 
     Args:
-        device: "cpu", or "auto" for the best device this version can measure on, which is the CPU.
+        device: "cpu"; "cuda", the current GPU, which gives a `CudaMeasurement`; "auto" for a GPU where PyTorch finds
+            one, else the CPU.
 
     Raises:
-        ValueError: If this version cannot measure on that device.
+        ValueError: If there is no such device, or PyTorch finds no GPU.
     """
-    if device not in ("cpu", "auto"):
-        raise ValueError(f"device={device!r}: this version measures on 'cpu' (or 'auto')")
-    return Measurement("cpu")
+    if device not in ("cpu", "cuda", "auto"):
+        raise ValueError(f"device={device!r}: runs are measured on 'cpu', 'cuda' or 'auto', the best there is")
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return Measurement("cpu")
+    from .measure_cuda import CudaMeasurement  # which is made of what is here
+
+    return CudaMeasurement()
 
 
 class Measurement(Run):
@@ -64,24 +69,34 @@ class Measurement(Run):
             raise RuntimeError("a measurement is already running; measurements do not nest")
         if self._timeline is not None:
             raise RuntimeError("this measurement is over; make a new one with everybyte.measure(...)")
-        _running.append(self)
         empty_caches_of_tensors()
         gc.collect()  # what was dropped before dies before, and not as an unknown block of this run
         os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)
-        self._exit = ExitStack()
-        self._profile = self._exit.enter_context(profile(profile_memory=True))
-        self._exit.enter_context(self._attribution.following())
+        with ExitStack() as stack:
+            stack.callback(_running.clear)
+            _running.append(self)
+            self._begin(stack)
+            self._watching = stack.enter_context(ExitStack())
+            self._profile = self._watching.enter_context(profile(profile_memory=True))
+            self._watching.enter_context(self._attribution.following())
+            self._exit = stack.pop_all()
         return self
 
-    def __exit__(self, exception: type[BaseException] | None, *rest: Any) -> None:
-        try:
-            self._label_roots()
-        finally:
-            self._exit.close()
-            _running.clear()
+    def __exit__(self, exception: type[BaseException] | None, *rest: Any) -> bool | None:
+        with self._exit:
+            with self._watching:
+                self._label_roots()
+            if exception is None:
+                self._end()
         if exception is None:
             self._timeline = self._read()
         del self._profile
+
+    def _begin(self, stack: ExitStack) -> None:
+        """What comes before the block; `stack` is closed after `_end`."""
+
+    def _end(self) -> None:
+        """What comes right after a block that raised nothing."""
 
     @property
     def timeline(self) -> Timeline:
@@ -109,7 +124,7 @@ class Measurement(Run):
         _mark("leave") if path is None else _mark("enter", path)
 
     def _place(self, host: torch.Tensor, category: str) -> torch.Tensor:
-        placed = host.detach().clone()
+        placed = host.detach().to(torch.device(self.device), copy=True)
         self._leave_labels({placed.untyped_storage().data_ptr(): category})
         return placed
 
@@ -138,11 +153,13 @@ class Measurement(Run):
     # -- reading the profile -------------------------------------------------------------------------------------------
 
     def _read(self) -> Timeline:
-        reader = _Reader(self._attribution, self._labels)
+        return self._timeline_of(Reader(self._attribution, self._labels, self.device))
+
+    def _timeline_of(self, reader: Reader) -> Timeline:
         collects = gc.isenabled()
         gc.disable()  # the tree is large and has no cycles
         try:
-            reader.read(self._profile.kineto_results.experimental_event_tree())
+            reader.read_all(self._profile.kineto_results.experimental_event_tree())
         finally:
             if collects:
                 gc.enable()
@@ -157,11 +174,12 @@ class Measurement(Run):
         )
 
 
-class _Reader:
-    """Walks the profiler's tree of events, which is in order of time, and records the allocations in it."""
+class Reader:
+    """Walks the profiler's tree of events, which is in order of time, and records a device's allocations in it."""
 
-    def __init__(self, attribution: Attribution, labels: list[dict[int | None, str]]) -> None:
+    def __init__(self, attribution: Attribution, labels: list[dict[int | None, str]], device: str) -> None:
         self.recorder = Recorder()
+        self._device = torch.device(device)
         self._attribution = attribution
         self._labels = labels
         self._at: dict[int, int] = {}  # address -> storage that lives there
@@ -175,38 +193,42 @@ class _Reader:
         """By address the storage that lives there now, and its bytes."""
         return {address: (storage, self.recorder.nbytes(storage)) for address, storage in self._at.items()}
 
-    def read(self, events: list[Any]) -> None:
+    def read_all(self, roots: list[Any]) -> None:
+        """Reads the whole tree."""
+        self._read(roots)
+
+    def _read(self, events: list[Any]) -> None:
         """Reads the events of one level of the tree and what lies below them."""
         for event in events:
             name = event.name
-            if name == _ALLOCATION:
+            if name == ALLOCATION:
                 self._allocation(event.extra_fields)
             elif children := event.children:
                 if self._kernel is None:
                     self._inside(name, event, children)
                 else:  # whatever a kernel calls is its own affair
-                    self.read(children)
+                    self._read(children)
             elif self._kernel is None and name.startswith(_MARK):
                 self._mark(*name.removeprefix(_MARK).split(":", 1))
 
     def _inside(self, name: str, event: Any, children: list[Any]) -> None:
         if name.startswith(_NODE):
             self._node = event.extra_fields.sequence_number
-            self.read(children)
+            self._read(children)
             self._node = None
         elif name.startswith(_OPTIMIZER):
             self._optimizer = True
-            self.read(children)
+            self._read(children)
             self._optimizer = False
             self.recorder.end_update()
         elif _has_kernel(name) and not (_is_composite_too(name) and any(child.name == name for child in children)):
             self._in_kernel(name, children)
         else:
-            self.read(children)
+            self._read(children)
 
     def _in_kernel(self, name: str, children: list[Any]) -> None:
         self._kernel, self._made_in_kernel = name.split("::")[1], []
-        self.read(children)
+        self._read(children)
         self._kernel = None
         for storage in self._made_in_kernel:
             if not self.recorder.is_live(storage):
@@ -228,19 +250,25 @@ class _Reader:
                         self.recorder.label(self._at[address], category)
 
     def _allocation(self, memory: Any) -> None:
-        if memory.device != _HOST:
+        if memory.device != self._device:
             return
-        if memory.alloc_size < 0:
-            storage = self._at.pop(memory.ptr, None)
-            if storage is not None:
-                self._note_phase()
-                self.recorder.free(storage)
+        if memory.alloc_size < 0 and memory.ptr in self._at:
+            self._note_phase()
+            self._free(memory.ptr)
         elif memory.alloc_size > 0:
             self._note_phase()
-            storage = self.recorder.alloc(memory.alloc_size, op=self._kernel or "", module=self._module())
-            self._at[memory.ptr] = storage
-            if self._kernel is not None:
-                self._made_in_kernel.append(storage)
+            self._alloc(memory.ptr, memory.alloc_size, op=self._kernel or "", module=self._module())
+
+    def _alloc(self, address: int, nbytes: int, **what: Any) -> int:
+        storage = self._at[address] = self.recorder.alloc(nbytes, **what)
+        if self._kernel is not None:
+            self._made_in_kernel.append(storage)
+        return storage
+
+    def _free(self, address: int) -> None:
+        storage = self._at.pop(address, None)
+        if storage is not None:
+            self.recorder.free(storage)
 
     def _note_phase(self) -> None:
         module = self._modules[-1] if self._modules else ""

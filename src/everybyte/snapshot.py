@@ -157,6 +157,15 @@ class Snapshot:
         """
         return cls(*snapshot_file.read(path))
 
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Snapshot:
+        """What `torch.cuda.memory._snapshot()` returned.
+
+        Raises:
+            ValueError: If it is no memory snapshot.
+        """
+        return cls(*snapshot_file.parse(data, "this"))
+
     @property
     def devices(self) -> tuple[int, ...]:
         """The devices that have memory or events."""

@@ -57,6 +57,15 @@ def read(path: str | Path) -> Contents:
         OSError: If it cannot be read.
     """
     data, nbytes = plain_pickle.load(path)
+    return parse(data, path, nbytes)
+
+
+def parse(data: Any, path: str | Path, nbytes: int = LARGEST) -> Contents:
+    """The same of what was in the file `path`, of so many bytes; they bound its entries.
+
+    Raises:
+        ValueError: If it is no memory snapshot.
+    """
     try:
         return _contents(data, nbytes)
     except KeyError as error:
