@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 
 import numpy as np
 import pytest
@@ -296,6 +297,17 @@ def test_missing_values_in_data_too_large_to_be_known_are_not_taken_to_be_there(
             raise ValueError("a loss that is no number ends the run")
 
 
+@pytest.mark.parametrize("rules", RULES)
+def test_data_brought_in_twice_keeps_its_values_and_empty_data_is_no_event(rules):
+    with eb.trace(rules=rules) as run:
+        lengths = run.to_device(run.to_device(np.array([3, 1])))
+        packed = nn.utils.rnn.pack_padded_sequence(torch.ones(2, 3, 5), lengths.cpu(), batch_first=True)
+        assert packed.data.shape == (4, 5)
+        before = len(run.timeline)
+        run.to_device(np.zeros((8, 0)))
+        assert len(run.timeline) == before
+
+
 # -- bags --------------------------------------------------------------------------------------------------------------
 
 
@@ -382,3 +394,35 @@ def test_a_deep_copy_on_the_gpu_is_one_storage_and_a_passing_scalar():
     assert list(run.timeline.frame()["nbytes"]) == [120, 120, 4, 4, 4, 4]  # two passing scalars, each made and released
     with eb.trace(rules="cuda"), pytest.raises(RuntimeError, match="graph leaves"):
         copy.deepcopy(torch.ones(3, requires_grad=True) * 2)
+
+
+# -- reference cycles --------------------------------------------------------------------------------------------------
+
+
+class Wrapped(nn.Module):
+    """Wraps its own method, as metrics do that count their calls: a cycle, of which only the collector makes an end."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros(1000))
+        self.update = functools.partial(self.update)
+
+    def update(self, x):
+        return x + self.total.sum()
+
+
+def test_what_setting_up_drops_in_cycles_is_gone_when_the_first_step_begins():
+    def body(run):
+        metric = copy.deepcopy(Wrapped())  # of the first nothing remains but a cycle
+        layer = nn.Linear(8, 8)
+        for _ in run.steps(1):
+            metric.update(layer(torch.ones(2, 8))).sum().backward()
+        starts.append(run)
+
+    starts = []
+    gc.disable()
+    try:
+        assert_agree(body)
+    finally:
+        gc.enable()
+    assert [run.timeline.start_bytes for run in starts] == [4 * (1000 + 8 * 8 + 8)] * 2

@@ -73,6 +73,8 @@ class Measurement(Run):
         gc.collect()  # what was dropped before dies before, and not as an unknown block of this run
         os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)
         with ExitStack() as stack:
+            gc.freeze()  # as in a trace; collecting before step 0 then costs nothing
+            stack.callback(gc.unfreeze)
             stack.callback(_running.clear)
             _running.append(self)
             self._begin(stack)

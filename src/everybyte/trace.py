@@ -275,7 +275,8 @@ class Trace(Run):
 
     def _place(self, host: torch.Tensor, category: str) -> torch.Tensor:
         placed = self._likeness(host)
-        self._storages.recorder.label(self.count(placed, "to_device"), category)
+        if not self._storages.is_known(placed):  # it holds something
+            self._storages.recorder.label(self.count(placed, "to_device"), category)
         return placed
 
     # -- what the surface asks for -------------------------------------------------------------------------------------
@@ -616,14 +617,15 @@ class Trace(Run):
     # -- values --------------------------------------------------------------------------------------------------------
 
     def _likeness(self, real: torch.Tensor) -> torch.Tensor:
-        """A meta tensor in the likeness of a real one, not yet counted."""
+        """A meta tensor in the likeness of a real one, or of a traced one, not yet counted."""
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             copy = torch.empty_like(real, device=META)
             likeness = torch.empty_strided(copy.size(), copy.stride(), dtype=copy.dtype, device=META)
             if self._finite and not real.is_meta and real.is_floating_point() and real.element_size() > 1:
                 self._finite = bool(real.isfinite().all())
-            if not real.is_meta and values.is_small(copy):
-                self._remember(likeness, real.detach().clone(memory_format=torch.preserve_format))
+            known = self._known.twin(real)
+            if known is not None and values.is_small(copy):
+                self._remember(likeness, known.detach().clone(memory_format=torch.preserve_format))
             return likeness
 
     def _remember(self, traced: Any, real: Any) -> None:
