@@ -387,34 +387,30 @@ def test_resnet_18_takes_44_69_mib_of_blocks_where_44_64_mib_are_its_rounded_ten
     assert f"{parts.unsplit:,} B (49.152 KB, 48.000 KiB) remainders too small to split off" in replay.explain()
 
 
-def two_linears(batch, hold_input=False):
+def two_linears(rows, loss):
+    """Bytes allocated after the forward pass, and all of them; input, loss and gradients are still held at the end."""
     with eb.trace(rules="cuda") as run:
         model = nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 1024, bias=False)).cuda()
-        x = torch.randn(4, batch, 1024, device="cuda")
-        y = model(x)
-        if not hold_input:
-            del x
-        loss = y.sum()
-        del y
-        loss.backward()
-    phases = run.timeline.frame()["phase"].tolist()
-    return Allocator().replay(run.timeline), phases.index("backward") - 1  # one event before: the gradient of the sum
+        x = torch.rand(4, rows, 1024).cuda()
+        y = loss(model(x))
+        forward = len(run.timeline)
+        y.backward()
+        assert x.grad is None and all(p.grad is not None for p in model.parameters())
+    replay = Allocator().replay(run.timeline)
+    return replay.allocated[forward - 1], replay
 
 
-def test_bytes_match_by_hand_for_batch_256_and_before_backward_for_480():
-    replay, backward = two_linears(256)
-    assert replay.allocated[backward - 1] == 16_777_728
-    assert replay.allocated[-1] == 20_972_032 - 4 * 256 * 1024 * 4  # the input is not held here
-    replay, backward = two_linears(480)
-    assert replay.allocated[backward - 1] == 24_117_760
+@pytest.mark.parametrize("loss", [torch.sum, torch.mean])
+def test_bytes_match_by_hand_for_256_rows_and_before_backward_for_480(loss):
+    forward, replay = two_linears(256, loss)
+    assert forward == 16_777_728  # two weights, the input, the first layer's output, the loss
+    assert replay.allocated[-1] == 20_972_032  # two gradients in place of that output
+    assert two_linears(480, loss)[0] == 24_117_760
 
 
 def test_a_gradient_of_4_mib_in_a_hole_of_4_5_mib_keeps_the_half_that_is_too_small_to_split_off():
-    weight, activation = 4 * MiB, 4 * 480 * 1024 * 4
-    before = [f"w1={weight}", f"w2={weight}", f"x={activation}", f"h={activation}", f"y={activation}", "loss=4", "-y"]
-    backward = [f"g2={weight}", "-h", f"gh={activation}", f"g1={weight}", "-gh"]
-    run = Allocator().replay(timeline(*before, *backward))
-    by_hand = 4 * weight + activation + 512
+    _, run = two_linears(480, torch.mean)
+    by_hand = 4 * 4 * MiB + 4 * 480 * 1024 * 4 + 512
     assert by_hand == 24_642_048
     assert run.allocated[-1] == 25_166_336 == by_hand + MiB // 2
     assert run.fragmentation_at(-1).unsplit == MiB // 2
@@ -422,14 +418,13 @@ def test_a_gradient_of_4_mib_in_a_hole_of_4_5_mib_keeps_the_half_that_is_too_sma
     assert "4,194,304 B (4.194 MB, 4.000 MiB) asked for lie in a free block of 4,718,592 B" in run.explain()
 
 
-def test_as_autograd_frees_it_the_other_gradient_keeps_a_whole_mebibyte_more():
-    # By hand h goes before the gradient of h comes. The node of the second product holds h until both its gradients
-    # are there, on the CPU measurably so; then the first weight's finds the 5 MiB behind them, and 1 MiB is no split.
-    replay, _ = two_linears(480, hold_input=True)
-    weight, activation = 4 * MiB, 4 * 480 * 1024 * 4
-    assert replay.allocated[-1] == 4 * weight + activation + 512 + MiB // 2 + MiB
-    assert replay.fragmentation_at(-1).unsplit == MiB // 2 + MiB
-    assert "4,194,304 B (4.194 MB, 4.000 MiB) asked for lie in a free block of 5,242,880 B" in replay.explain()
+def test_where_the_loss_is_a_sum_the_other_gradient_keeps_a_whole_mebibyte_more():
+    # A sum's gradient is one number, expanded: no tensor of 7.5 MiB stands beside the hidden layer's output, so the
+    # gradient of that takes its place, and leaves 5 MiB, of which the first weight's gradient needs 4.
+    _, run = two_linears(480, torch.sum)
+    assert run.allocated[-1] == 24_642_048 + MiB // 2 + MiB
+    assert run.fragmentation_at(-1).unsplit == MiB // 2 + MiB
+    assert "4,194,304 B (4.194 MB, 4.000 MiB) asked for lie in a free block of 5,242,880 B" in run.explain()
 
 
 def test_cublas_workspace_is_what_remains_when_the_model_is_gone():
