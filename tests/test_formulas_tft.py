@@ -67,7 +67,7 @@ def any_config(chance: random.Random) -> TFTConfig:
     """A small model with every switch drawn at random."""
     while True:
         static, known, observed = (chance.randint(1, 4) for _ in range(3))
-        heads, embedding = chance.choice([1, 2, 4]), chance.random() < 0.5
+        heads, embedding, fused = chance.choice([1, 2, 4]), chance.random() < 0.5, chance.random() < 0.3
         switches = {name: chance.choice(values) for name, values in CHOICES.items()}
         try:
             return TFTConfig(
@@ -85,7 +85,8 @@ def any_config(chance: random.Random) -> TFTConfig:
                 biases=tuple(name for name in (*BIASED, "context", "qkv") if chance.random() < 0.6),
                 selection_keep=chance.randint(0, 5),
                 dropout=chance.choice([0.0, 0.3]),
-                attention_dropout=chance.choice([0.0, 0.3]),
+                attention_dropout=0.0 if fused else chance.choice([0.0, 0.3]),
+                fused_attention=fused,
                 causal=chance.random() < 0.5,
                 embedding=embedding,
                 known_in_history=embedding and chance.random() < 0.5,

@@ -6,8 +6,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from everybyte.models.tft import CHOICES, TFT, TFTConfig, VariableSelection, parameters_by_component, quantile_loss
+from everybyte.models.tft import (
+    CHOICES,
+    TFT,
+    TemporalAttention,
+    TFTConfig,
+    VariableSelection,
+    parameters_by_component,
+    quantile_loss,
+)
 
 SMALL = TFTConfig(
     features=9, static_features=2, known_features=3, observed_features=4, history=7, horizon=3, hidden=8, heads=2,
@@ -105,6 +115,38 @@ def test_causal_mask_hides_later_bars_from_earlier_steps():
         after[2][:, -1] += 1.0  # the calendar of the last step
         same = torch.equal(network(*before)[:, :-1], network(*after)[:, :-1])
         assert same is hidden
+
+
+@given(
+    st.integers(1, 3), st.integers(1, 9), st.integers(1, 4), st.integers(1, 3), st.sampled_from(CHOICES["attention"]),
+    st.booleans(), st.booleans(),
+)  # fmt: skip
+def test_fused_attention_has_the_eager_output_and_gradients(batch, history, heads, width, attention, causal, gates):
+    config = replace(
+        SMALL, history=history, heads=heads, hidden=heads * width, attention=attention, causal=causal, gates=gates,
+        dropout=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    eager = TemporalAttention(config).double()
+    fused = TemporalAttention(replace(config, fused_attention=True)).double()
+    fused.load_state_dict(eager.state_dict())
+    x = torch.randn(batch, history + 3, heads * width, dtype=torch.double)
+    found = []
+    for layer in eager, fused:
+        leaf = x.clone().requires_grad_()
+        y = layer(leaf)
+        (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
+        found.append({"y": y.detach(), "x": leaf.grad} | {name: p.grad for name, p in layer.named_parameters()})
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-9, atol=1e-11, msg=name)
+
+
+def test_fused_attention_drops_weights_in_training_alone():
+    layer = TemporalAttention(replace(SMALL, attention_dropout=0.5, fused_attention=True))
+    x = torch.randn(2, 10, SMALL.hidden)
+    assert not torch.equal(layer(x), layer(x))
+    layer.eval()
+    assert torch.equal(layer(x), layer(x))
 
 
 def test_shared_value_averages_heads_and_needs_fewer_parameters():

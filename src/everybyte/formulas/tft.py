@@ -210,6 +210,28 @@ def model_state(config: Any) -> Terms:
     }
 
 
+def int8(config: Any) -> Terms:
+    """Bytes of the parameters once the weights of products are INT8: a byte a number, a scale and a zero point a row.
+
+    A row is what belongs to one output. Weights that multiply a single number, biases and norms stay (see
+    `everybyte.quantization`, whose names these are); so would an LSTM, which is no product of its own.
+
+    Raises:
+        ValueError: the recurrence is an LSTM, or the selection grouped, whose products no layer has for itself.
+    """
+    if config.recurrence == "lstm" or config.selection_compute == "grouped":
+        raise ValueError("INT8 is written down for products that are layers: recurrence='linear', no grouped selection")
+    tensors = [w for group in weights(config).values() for w in group]
+    products = [w for w in tensors if len(w.shape) == 2 and w.shape[0] != ONE]
+    numbers, rows = sum(w.count for w in products), sum(w.copies * w.shape[1] for w in products)
+    return {
+        "qdata": numbers,
+        "scale": 4 * rows,
+        "zero_point": rows,
+        "fp32": sp.expand(4 * (sum(w.count for w in tensors) - numbers)),
+    }
+
+
 # What a forward pass leaves, block by block. ``rows`` is the number of vectors that pass: b, b s, b f or b t.
 
 
@@ -260,17 +282,30 @@ def stack_saved(config: Any, rows: Expr) -> Terms:
 
 
 def attention_saved(config: Any) -> Terms:
-    """Attention over history and horizon. The t x t terms are the quadratic ones."""
+    """Attention over history and horizon. The t x t terms are the quadratic ones; the fused kernel has none.
+
+    It keeps its output and the logarithm of each row's sum (ATen/native/transformers/attention.cpp,
+    `_scaled_dot_product_flash_attention_cpu`), a number a row on a CPU. On CUDA, in fp32, the memory-efficient kernel
+    rounds the rows up to a multiple of 32 and adds a random state (cuda/attention.cu, `_efficient_attention_forward`).
+
+    Raises:
+        ValueError: fused with dropout, for which each device has another kernel.
+    """
+    if config.fused_attention and config.attention_dropout:
+        raise ValueError(f"attention_dropout={config.attention_dropout}: fused attention is written down for 0 only")
     shared, rows = config.attention == "shared value", b * t
     kept: Terms = {
         "input": e * rows * h,
         "query": e * rows * h,
         "key": e * rows * h,
         "value": e * rows * h / (a if shared else 1),
-        "softmax": e * a * b * t**2,
-        "scale": c * a,  # the gradient of a product keeps the other factor, and 1 / sqrt(h / a) is one
     }
-    if config.causal:
+    if config.fused_attention:
+        kept |= {"output of the kernel": e * rows * h, "log-sum-exp": 4 * a * rows}
+    else:
+        kept["softmax"] = e * a * b * t**2
+        kept["scale"] = c * a  # the gradient of a product keeps the other factor, and 1 / sqrt(h / a) is one
+    if config.causal and not config.fused_attention:
         kept["mask"] = t**2
     if config.attention_dropout:
         kept |= {"attention dropout mask": m * a * b * t**2, "attention dropped": e * a * b * t**2}

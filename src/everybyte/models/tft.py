@@ -78,6 +78,7 @@ class TFTConfig:
     recurrence: str = "linear"  # "LSTM (simplified Linear layers)", and so it counts them; paper: "lstm"
     causal: bool = False  # it mentions no mask, and the calendar ahead is no secret; paper: True
     attention: str = "heads"  # q, k, v for each head, side by side; paper: "shared value", mean of the heads
+    fused_attention: bool = False  # same result without the weights in memory: its "flag exists but not implemented"
     head: str = "horizon"  # Linear(256 -> 90): all steps from the last state; paper: Linear(256 -> 9) a "step"
 
     # What only the paper has.
@@ -354,21 +355,34 @@ class PositionalEncoding(nn.Module):
 
 
 class AttentionHead(nn.Module):
-    """One head: softmax(q k^T / sqrt(d)) v, over all t steps. Without a value layer it takes the value as it comes."""
+    """One head: softmax(q k^T / sqrt(d)) v, over all t steps. Without a value layer it takes the value as it comes.
+
+    Fused, PyTorch's kernel does the same without its weights ever being in memory; they can still be asked for.
+    """
 
     def __init__(self, config: TFTConfig, own_value: bool) -> None:
         super().__init__()
         h, d, bias = config.hidden, config.hidden // config.heads, "qkv" in config.biases
+        self.fused = config.fused_attention
         self.query, self.key = nn.Linear(h, d, bias), nn.Linear(h, d, bias)
         self.value = nn.Linear(h, d, bias) if own_value else nn.Identity()
         self.dropout = nn.Dropout(config.attention_dropout)
         self.scale = 1 / math.sqrt(d)
 
-    def forward(self, x: Tensor, value: Tensor, hidden_from: Tensor | None) -> Tensor:
+    def weights(self, x: Tensor, hidden_from: Tensor | None = None) -> Tensor:
+        """How much each step looks at each: [b, t, h] -> [b, t, t], rows that sum to one."""
         scores = self.query(x) @ self.key(x).transpose(1, 2) * self.scale  # (b, t, t)
         if hidden_from is not None:
             scores = scores.masked_fill(hidden_from, -math.inf)
-        return self.dropout(scores.softmax(-1)) @ self.value(value)  # (b, t, d)
+        return scores.softmax(-1)
+
+    def forward(self, x: Tensor, value: Tensor, hidden_from: Tensor | None) -> Tensor:
+        if not self.fused:
+            return self.dropout(self.weights(x, hidden_from)) @ self.value(value)  # (b, t, d)
+        q, k, v = (y.unsqueeze(1) for y in (self.query(x), self.key(x), self.value(value)))  # (b, 1, t, d)
+        rate = self.dropout.p if self.training else 0.0
+        causal = hidden_from is not None
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=causal, scale=self.scale).squeeze(1)
 
 
 class TemporalAttention(nn.Module):
