@@ -292,7 +292,10 @@ _running: Final[list[Measurement]] = []  # the one measurement whose block is ru
 
 def _address(tensor: torch.Tensor) -> int | None:
     storage = storage_of(tensor)
-    return storage.data_ptr() if storage is not None else None
+    try:
+        return storage.data_ptr() if storage is not None else None
+    except RuntimeError:  # a wrapper round other tensors, such as a quantized weight
+        return None
 
 
 def _parameter_labels(parameters: list[torch.Tensor]) -> dict[int | None, str]:
