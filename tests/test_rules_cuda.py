@@ -160,6 +160,16 @@ def test_a_reduction_by_several_blocks_makes_a_partial_result_for_each(reduce, p
     assert frame["nbytes"].tolist() == partial
 
 
+@pytest.mark.parametrize("gpu, blocks", [("3050ti", 20 * (1536 // 128) // 8), ("3060", 512 // 16)])
+def test_a_small_gpu_is_filled_by_fewer_blocks_than_there_are_numbers_for(gpu, blocks):
+    # 2,048 rows, 8 groups of 128 columns, blocks of 128 threads, four of them to a column: 512 numbers for each. There
+    # are blocks as long as they have 16, or until the multiprocessors are full: 20 of 1,536 threads, or 28.
+    with eb.trace(rules="cuda", gpu=gpu) as run:
+        torch.empty(4, 512, 1024).sum((0, 1))
+    frame = run.timeline.frame().query("category == 'scratch' and action == 'alloc'")
+    assert frame["nbytes"].tolist() == [4 * 1024 * 128 * blocks, 4 * 8]
+
+
 # -- softmax and losses ------------------------------------------------------------------------------------------------
 
 
