@@ -219,6 +219,36 @@ def test_frees_recorded_only_at_their_completion_count_until_then(tmp_path):
     assert comparison.recorded.peak_allocated == comparison.modelled.peak_allocated == 12 * MiB
 
 
+def without(gpu, *actions):
+    """The program's whole recording, events of some kinds left out."""
+    data = gpu.snapshot(len(gpu.events))
+    data["device_traces"] = [[event for event in gpu.events if event["action"] not in actions]]
+    return data
+
+
+def test_where_kinds_of_events_were_not_recorded_it_is_said_from_which_event_on_nothing_is_certain(tmp_path):
+    gpu = Gpu({})
+    gpu.alloc(30 * MiB, 0, DEFAULT_POOL)
+    gpu.alloc(8 * MiB, 1, DEFAULT_POOL)
+    gpu.free(0, True)  # another stream still uses it
+    gpu.alloc(30 * MiB, 0, DEFAULT_POOL)  # so this, the event after two segments, two blocks and a segment, needs one
+    gpu.complete(0)
+    whole = eb.Snapshot.read(dump(tmp_path, gpu.snapshot(len(gpu.events)))).compare()
+    assert whole.exact and whole.left_out == ()
+    comparison = eb.Snapshot.read(dump(tmp_path, without(gpu, "free_completed"))).compare()
+    assert not comparison.exact
+    assert "a free that was completed, on several streams, from event 6 on" in comparison.left_out
+    gpu = Gpu({})
+    gpu.alloc(30 * MiB, 0, DEFAULT_POOL)
+    gpu.free(0, False)
+    gpu.empty_cache()
+    gpu.alloc(40 * MiB, 0, DEFAULT_POOL)
+    comparison = eb.Snapshot.read(dump(tmp_path, without(gpu, "segment_alloc", "segment_free"))).compare()
+    assert "memory taken from the driver, from event 0 on" in comparison.left_out  # no segment holds the first block
+    assert comparison.as_dict()["left_out"] == list(comparison.left_out)
+    assert "Nothing is certain if the recording was made without these: memory taken" in comparison.explain()
+
+
 # -- formats -----------------------------------------------------------------------------------------------------------
 
 

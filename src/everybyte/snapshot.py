@@ -68,6 +68,8 @@ class Comparison:
         contradictions: Events that do not agree with the end of the recording.
         fragmentation: Where each device's reserved bytes are when most are reserved, at the fullest of those moments.
         out_of_memory: The requests that failed.
+        left_out: Where not all agrees, the kinds of events of which the recording holds none, and the first event that
+            differs. If there were such events and they were not recorded, nothing is certain from there on.
     """
 
     recorded: Figures
@@ -80,6 +82,7 @@ class Comparison:
     undetermined: tuple[Slack, ...]
     fragmentation: tuple[Fragmentation, ...]
     out_of_memory: tuple[OutOfMemory, ...]
+    left_out: tuple[str, ...]
 
     @property
     def exact(self) -> bool:
@@ -110,6 +113,7 @@ class Comparison:
             ],
             "fragmentation": [asdict(one) for one in self.fragmentation],
             "out_of_memory": [asdict(one) for one in self.out_of_memory],
+            "left_out": list(self.left_out),
         }
 
     def explain(self) -> str:
@@ -128,6 +132,8 @@ class Comparison:
                 f" It leaves open how large {len(self.undetermined):,} blocks were that were there before it: up to "
                 f"event {last:,}, allocated may be larger by up to {format_bytes(most)}."
             )
+        if self.left_out:
+            text += f" Nothing is certain if the recording was made without these: {'; '.join(self.left_out)}."
         return text
 
 
@@ -197,7 +203,7 @@ class Snapshot:
         if device is not None and device not in self.devices:
             raise ValueError(f"no device {device}; the recording has {', '.join(map(str, self.devices)) or 'none'}")
         parts = [self._compare(d) for d in (self.devices if device is None else (device,))]
-        return sum(parts[1:], parts[0]) if parts else Comparison(_NOTHING, _NOTHING, 0, 0, 0, 0, 0, (), (), ())
+        return sum(parts[1:], parts[0]) if parts else Comparison(_NOTHING, _NOTHING, 0, 0, 0, 0, 0, (), (), (), ())
 
     def _compare(self, device: int) -> Comparison:
         events, recording = self.traces.get(device, ()), self.recording(device)
@@ -216,6 +222,7 @@ class Snapshot:
             contradictions=recording.contradictions,
             fragmentation=(run.fragmentation,),
             out_of_memory=tuple(run.out_of_memory),
+            left_out=_left_out(events, run.agrees_up_to, recording.contradictions),
         )
 
     @cached_property
@@ -321,6 +328,7 @@ class _Run:
         self.pending = 0  # bytes of blocks that are freed, but that another stream still uses
         self.fullest = (-1, -1, 0, 0, 0, 0)  # bytes reserved and taken, event, requested, rounded, inactive split
         self.out_of_memory: list[OutOfMemory] = []
+        self.agrees_up_to: int | None = None  # the event at which rules and recording part; None: they never do
 
     def cuda_malloc(self, size: int) -> int:
         """Where the recording has the new segment; elsewhere if it has none, or the model has not left that place."""
@@ -378,6 +386,8 @@ class _Run:
                     model.free_block(blocks.pop(address))
             self.note_fullest(i, rounded)
             self.reserved_mismatches += model.reserved != reserved[i + 1]
+            if self.agrees_up_to is None and (self.address_mismatches or self.reserved_mismatches or self.unpredicted):
+                self.agrees_up_to = i
             series.append((model.allocated, rounded, model.requested, model.reserved))
         return _figures(*zip(*series, strict=True), len(model.segment_events))
 
@@ -411,6 +421,29 @@ class _Run:
         self.unpredicted += len(addresses)
         for block in filter(None, [cached.pop(address, None) for address in addresses]):
             self.model.release_block(block)
+
+
+def _left_out(events: Sequence[Event], since: int | None, contradictions: int) -> tuple[str, ...]:
+    """Kinds of events that a recording does not hold, where it is not as the rules say.
+
+    `torch.cuda.memory._record_memory_history(skip_actions=...)` leaves them out, and no file says so.
+
+    Args:
+        since: The event at which the rules and the recording part, None if they do not.
+        contradictions: Events that do not agree with the end.
+    """
+    if since is None and not contradictions:
+        return ()
+    there = {event.action for event in events}
+    streams = {event.stream for event in events if event.action == "alloc"}
+    lacks = {
+        "memory taken from the driver": there.isdisjoint(TAKES),
+        "memory given back to the driver": there.isdisjoint(RETURNS),
+        "a free that was completed, on several streams": (
+            "free_requested" in there and "free_completed" not in there and len(streams) > 1
+        ),
+    }
+    return tuple(f"{what}, from event {since or 0:,} on" for what, missing in lacks.items() if missing)
 
 
 def _next_requests(events: Sequence[Event]) -> list[Event | None]:
