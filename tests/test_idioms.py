@@ -391,7 +391,9 @@ def test_a_deep_copy_on_the_gpu_is_one_storage_and_a_passing_scalar():
         copied = copy.deepcopy([x[:3], x[3:], host])
         assert copied[0].is_cuda and copied[2].is_cpu
         assert torch.cuda.memory_allocated() == 2 * 512
-    assert list(run.timeline.frame()["nbytes"]) == [120, 120, 4, 4, 4, 4]  # two passing scalars, each made and released
+    frame = run.timeline.frame()
+    assert list(frame["nbytes"]) == [120, 120, 4, 4, 4, 4]  # two passing scalars, each made and released
+    assert frame["line"].str.contains("test_idioms.py:").all()  # not a line of Python's own copy module
     with eb.trace(rules="cuda"), pytest.raises(RuntimeError, match="graph leaves"):
         copy.deepcopy(torch.ones(3, requires_grad=True) * 2)
 

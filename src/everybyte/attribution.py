@@ -9,6 +9,7 @@ a backward op belongs to the module whose forward made its node.
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 import threading
 import weakref
@@ -35,7 +36,7 @@ _MACHINERY: Final = (
     *(str(Path(_OURS, f"{name}.py")) for name in ("scalars", "storages", "surface", "torch_cuda", "trace", "values")),
     str(Path(_OURS, "rules")),
 )
-_NOT_USER: Final = (_TORCH, *_MACHINERY, str(Path(contextlib.__file__)), "<")
+_NOT_USER: Final = (_TORCH, *_MACHINERY, contextlib.__file__, copy.__file__, "<")
 _STANDARD: Final = str(Path(contextlib.__file__).parent)
 
 _next_sequence_number = torch._C._autograd._get_sequence_nr
