@@ -177,8 +177,8 @@ def user_frame() -> tuple[str, int]:
     """File and line of the innermost running frame that belongs neither to PyTorch nor to our machinery."""
     frame = sys._getframe(1)
     while frame is not None:
-        if _is_user_s(frame.f_code.co_filename):
-            return frame.f_code.co_filename, frame.f_lineno
+        if _is_user_s(filename := frame.f_code.co_filename):
+            return filename, frame.f_lineno
         frame = frame.f_back
     return "", 0
 

@@ -7,8 +7,8 @@ description. Views and factories are quick already and are not remembered.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -17,82 +17,107 @@ from .rules import Rules
 
 META: Final = torch.device("meta")
 _TENSOR_RETURNS: Final = frozenset({"Tensor", "List[Tensor]"})
-_ABSENT: Final = object()  # a call that cannot be remembered
+_ABSENT: Final = object()  # a call that is not remembered yet
+_UNTOLD: Final = object()  # one that cannot be told from others
+_Tensor: Final = torch.Tensor
+_empty_strided: Final = torch.empty_strided
 
 
-class Kernels:
-    """Runs ops on meta tensors, by the rules' kernels where a rule states one, and remembers what they return."""
+class _New(NamedTuple):
+    """A tensor that a kernel makes."""
 
-    def __init__(self, rules: Rules) -> None:
-        self._rules = rules
-        self._plans: dict[int, _Plan] = {}  # by the op's identity: its own hash is a call of Python
-
-    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        plan = self._plans.get(id(func))
-        if plan is None:
-            plan = self._plans[id(func)] = _Plan(func, self._rules)
-        key = plan.key(args, kwargs) if plan.remembers else None
-        if key is None:
-            return plan.kernel(*args, **kwargs)
-        known = plan.returns.get(key, _ABSENT)
-        if known is _ABSENT:
-            out = plan.kernel(*args, **kwargs)
-            if _is_plain(out, args):
-                plan.returns[key] = _describe(out, args)
-            else:
-                plan.remembers = False
-            return out
-        return _make(known, args)
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
 
 
-class _Plan:
-    """What runs in an op's place, how its calls are told apart, and what they returned."""
+class Plan:
+    """What runs on meta tensors in an op's place, how its calls are told apart, and what they returned.
+
+    Args:
+        func: The op.
+        rules: Whose kernel runs, where they state one.
+    """
 
     def __init__(self, func: Any, rules: Rules) -> None:
-        self.kernel: Callable[..., Any] = rules.kernel(func)
-        self.remembers = _can_be_remembered(func)
-        self.returns: dict[Any, Any] = {}  # by call
+        kernel = rules.kernel(func)
+        self._kernel: Callable[..., Any] = func._op if kernel is func else kernel  # `_op` is what the op itself calls
+        self._remembers = _can_be_remembered(func)
+        self._returns: dict[Any, Any] = {}  # by call
         # A number's value changes what is computed, never a shape: only its type tells calls apart.
-        self.numbers = frozenset(
+        self._numbers = frozenset(
             i for i, arg in enumerate(func._schema.arguments) if str(arg.type) in ("Tensor", "number", "float")
         )
 
-    def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the call's result depends on, or None if it cannot be told or is not on the meta device."""
-        parts: list[Any] = [torch.is_grad_enabled(), torch.get_default_dtype()]
-        numbers = self.numbers
+    def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], int, Any]:
+        """Looks at a call's arguments, once for all that depends on them.
+
+        Returns:
+            The tensors among them; how many of these are in host memory; and what the call's result depends on, None
+            if that cannot be told.
+        """
+        if not self._remembers:
+            found = tensors_in(args, kwargs)
+            return found, len([tensor for tensor in found if not tensor.is_meta]), None
+        tensors: list[torch.Tensor] = []
+        key: list[Any] | None = [torch.is_grad_enabled(), torch.get_default_dtype()]
+        of_host, numbers = 0, self._numbers
         for i, arg in enumerate(args):
-            if isinstance(arg, torch.Tensor):
-                if not arg.is_meta:
-                    return None
-                parts.append((arg.shape, arg.stride(), arg.dtype))
+            if isinstance(arg, _Tensor):
+                tensors.append(arg)
+                of_host += not arg.is_meta
+                key += (arg.shape, arg.stride(), arg.dtype)
             elif i in numbers:
-                parts.append(type(arg))
+                key.append(type(arg))
             elif isinstance(arg, (list, tuple)):
-                parts.append(_sequence_key(arg))
+                key.append(_sequence_key(arg))
+                among = [item for item in arg if isinstance(item, _Tensor)]
+                tensors += among
+                of_host += len([tensor for tensor in among if not tensor.is_meta])
             else:
-                parts.append((type(arg), arg))
-        for name, arg in kwargs.items():
-            if isinstance(arg, torch.Tensor) or (name == "device" and arg not in (None, META)):
-                return None
-            parts.append((name, type(arg), _sequence_key(arg) if isinstance(arg, (list, tuple)) else arg))
+                key.append((type(arg), arg))
+        if kwargs:
+            among = tensors_in((), kwargs)
+            tensors += among
+            of_host += len([tensor for tensor in among if not tensor.is_meta])
+            for name, arg in kwargs.items():
+                key.append((name, type(arg), _sequence_key(arg) if isinstance(arg, (list, tuple)) else arg))
+            if among or kwargs.get("device") not in (None, META):
+                return tensors, of_host, None
+        return tensors, of_host, None if of_host else tuple(key)
+
+    def run(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the kernel returns for a call that `look` has looked at."""
         try:
-            key = tuple(parts)
-            hash(key)
-        except TypeError:
-            return None
-        return None if _REAL in key else key
+            known = self._returns.get(key, _ABSENT) if key is not None else _UNTOLD
+        except TypeError:  # cannot be hashed
+            known = _UNTOLD
+        if known is _UNTOLD:
+            return self._kernel(*args, **kwargs)
+        if known is not _ABSENT:
+            return _make(known, args)
+        out = self._kernel(*args, **kwargs)
+        if _is_plain(out, args):
+            self._returns[key] = _describe(out, args)
+        else:
+            self._remembers = False
+        return out
 
 
-_REAL: Final = "a real tensor"
+def tensors_in(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors among a call's arguments, those in lists included."""
+    found = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, _Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [item for item in value if isinstance(item, _Tensor)]
+    return found
 
 
 def _sequence_key(items: Any) -> Any:
-    if any(isinstance(item, torch.Tensor) and not item.is_meta for item in items):
-        return _REAL
     return tuple(
-        (item.shape, item.stride(), item.dtype) if isinstance(item, torch.Tensor) else (type(item), item)
-        for item in items
+        [(item.shape, item.stride(), item.dtype) if isinstance(item, _Tensor) else (type(item), item) for item in items]
     )
 
 
@@ -130,24 +155,24 @@ def _is_plain(out: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _describe(out: Any, args: tuple[Any, ...]) -> Any:
-    """The description that `_make` needs: of a new tensor its size, strides and dtype, of an argument its position."""
+    """The description that `_make` needs: of a new tensor what it is like, of an argument its position."""
     if isinstance(out, torch.Tensor):
         for i, arg in enumerate(args):
             if out is arg:
                 return i
-        return out.size(), out.stride(), out.dtype
+        return _New(out.size(), out.stride(), out.dtype)
     if isinstance(out, (tuple, list)):
         return type(out), [_describe(item, args) for item in out]
     return None
 
 
 def _make(description: Any, args: tuple[Any, ...]) -> Any:
+    kind = type(description)
+    if kind is _New:
+        return _empty_strided(description.size, description.stride, dtype=description.dtype, device=META)
+    if kind is int:
+        return args[description]
     if description is None:
         return None
-    if isinstance(description, int):
-        return args[description]
-    if len(description) == 3:
-        size, stride, dtype = description
-        return torch.empty_strided(size, stride, dtype=dtype, device=META)
     kind, items = description
     return kind(_make(item, args) for item in items)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -30,6 +30,7 @@ class Storages:
         self.recorder = Recorder()
         self._forget = forget
         self._tracked: dict[int, _Tracked] = {}
+        self._on_death = self._die  # bound once
 
     def is_known(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's storage is already recorded, or holds nothing."""
@@ -39,18 +40,14 @@ class Storages:
     def record(self, tensor: torch.Tensor, **what: Any) -> int:
         """Records the tensor's storage as allocated now. `what` says op, module and line."""
         storage = tensor.untyped_storage()
-        event = self.recorder.alloc(
-            storage.nbytes(),
-            shape=_shape(tensor.shape),
-            dtype=_dtype(tensor.dtype),
-            **what,
-        )
-        self.follow(storage, event, storage.nbytes())
+        nbytes = storage.nbytes()
+        event = self.recorder.alloc(nbytes, shape=_shape(tensor.shape), dtype=_dtype(tensor.dtype), **what)
+        self.follow(storage, event, nbytes)
         return event
 
     def follow(self, storage: torch.UntypedStorage, event: int, nbytes: int) -> None:
         """Lets an allocation that is already recorded end when this storage does."""
-        tracked = _Tracked(storage, self._die)
+        tracked = _Tracked(storage, self._on_death)
         tracked.address, tracked.event, tracked.nbytes = storage._cdata, event, nbytes
         self._tracked[tracked.address] = tracked
 
@@ -78,12 +75,13 @@ class Storages:
         if before is not None:
             self.recorder.free(before.event)
 
-    def label(self, tensor: torch.Tensor, category: str) -> None:
-        """Says what the tensor's storage is for, if it is one of ours."""
-        storage = storage_of(tensor)
-        tracked = self._tracked.get(storage._cdata) if storage is not None else None
-        if tracked is not None:
-            self.recorder.label(tracked.event, category)
+    def label(self, tensors: Iterable[torch.Tensor], category: str) -> None:
+        """Says what the tensors' storages are for, of those that are ours."""
+        tracked, say = self._tracked, self.recorder.label
+        for tensor in tensors:
+            storage = storage_of(tensor)
+            if storage is not None and (known := tracked.get(storage._cdata)) is not None:
+                say(known.event, category)
 
     def label_lost(self, made: list[int]) -> None:
         """Says of an op's results which died before it returned that they were scratch.

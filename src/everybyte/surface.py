@@ -47,6 +47,7 @@ _LOOKS: Final = frozenset({p.__get__ for p in _PROPERTIES}) | {
     *(torch.is_complex, torch.is_floating_point, torch.Tensor.is_complex, torch.Tensor.is_floating_point),
 }
 """Calls that only look at a tensor: they make no storage and have one path on every device."""
+_LOOK: Final = object()  # what is done with them, which is nothing
 
 _SIZED: Final = (
     frozenset(_device_constructors())
@@ -149,7 +150,7 @@ class Surface(TorchFunctionMode):
         }
         self._special: dict[Any, Callable[[Any, Any, dict[str, Any]], Any]] = {
             **dict.fromkeys(_device_constructors(), self._make),
-            **dict.fromkeys(_LOOKS, lambda func, args, kwargs: func(*args, **kwargs)),
+            **dict.fromkeys(_LOOKS, _LOOK),
             **dict.fromkeys(self._says, self._say),
             **dict.fromkeys(_READS, self._read),
             **dict.fromkeys((tensor.__getitem__, tensor.__setitem__), self._take_index),
@@ -168,12 +169,12 @@ class Surface(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _SIZED and self._run.unknown_reads:
+        if self._run.unknown_reads and func in _SIZED:
             decide_sizes((*args, *kwargs.values()))
         special = self._special.get(func)
         if special is not None:
-            return special(func, args, kwargs)
-        device = kwargs.get("device")  # empty_like(), new_zeros(), ...
+            return special(func, args, kwargs) if special is not _LOOK else func(*args, **kwargs)
+        device = kwargs.get("device") if kwargs else None  # empty_like(), new_zeros(), ...
         if device is not None and self._is_own(device) and (_is_traced(args) or not self._rules.on_host):
             kwargs = {**kwargs, "device": META}
         return self._run.call(func, args, kwargs)

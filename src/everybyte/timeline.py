@@ -288,6 +288,10 @@ class Timeline:
         return f"<Timeline {evidence}: {len(self):,} events, peak {self.peak_bytes:,} B>"
 
 
+_OF_STORAGES: Final = ("phase", "nbytes", "device", "stream", "op", "module", "shape", "dtype", "line")
+_PHASE, _NBYTES, _, _STREAM = range(4)
+
+
 class Recorder:
     """Collects events while a run goes on, and labels its storages as their purpose becomes known.
 
@@ -296,24 +300,36 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        self._events: list[tuple[int, str, str, int]] = []  # step, phase, action, storage
-        self._storages: list[dict[str, Any]] = []
+        self._events: list[int] = []  # storage n is allocated: n; it is released: ~n
+        self._moments: list[tuple[int, int, str]] = []  # number of the first event in a step and phase
+        self._storages: list[tuple[Any, ...]] = []  # columns of `_OF_STORAGES`
+        self._renamed: dict[int, str] = {}
         self._category: dict[int, str] = {}
         self._kept_for_backward: set[int] = set()
         self._live: set[int] = set()
         self.live_bytes = 0
         self._in_loop = False
         self._updated = False  # the optimizer's step is over, and no module has run since
-        self.step = -1
-        self.phase = "other"
+        self._enter(-1, "other")
         self.start_event: int | None = None
         self.end_event: int | None = None
 
-    def alloc(self, nbytes: int, **what: Any) -> int:
-        """Records an allocation and returns the storage's id. `what` holds op, module, shape, dtype, device, line."""
+    def alloc(
+        self,
+        nbytes: int,
+        *,
+        op: str = "",
+        module: str = "",
+        shape: str = "",
+        dtype: str = "",
+        device: str = "cpu",
+        stream: int = 0,
+        line: str = "",
+    ) -> int:
+        """Records an allocation and returns the storage's id."""
         storage = len(self._storages)
-        self._storages.append({"nbytes": nbytes, "phase": self.phase, **what})
-        self._events.append((self.step, self.phase, "alloc", storage))
+        self._storages.append((self.phase, nbytes, device, stream, op, module, shape, dtype, line))
+        self._events.append(storage)
         self._live.add(storage)
         self.live_bytes += nbytes
         return storage
@@ -322,14 +338,15 @@ class Recorder:
         """Records the release of a storage; a second release of the same one is ignored."""
         if storage in self._live:
             self._live.remove(storage)
-            self.live_bytes -= self._storages[storage]["nbytes"]
-            self._events.append((self.step, self.phase, "free", storage))
+            self.live_bytes -= self._storages[storage][_NBYTES]
+            self._events.append(~storage)
 
     def events_from(self, start: int) -> Iterator[tuple[str, int, int, int]]:
         """The events from one on: action, storage, bytes and stream."""
-        for _, _, action, storage in itertools.islice(self._events, start, None):
+        for event in itertools.islice(self._events, start, None):
+            storage = max(event, ~event)
             what = self._storages[storage]
-            yield action, storage, what["nbytes"], what.get("stream", 0)
+            yield "alloc" if event >= 0 else "free", storage, what[_NBYTES], what[_STREAM]
 
     def label(self, storage: int, category: str) -> None:
         """Says what a storage is for. The first label of a storage counts."""
@@ -337,7 +354,7 @@ class Recorder:
 
     def rename(self, storage: int, op: str) -> None:
         """Says more of what made a storage than the op's own name does."""
-        self._storages[storage]["op"] = op
+        self._renamed[storage] = op
 
     @property
     def events(self) -> int:
@@ -345,15 +362,15 @@ class Recorder:
         return len(self._events)
 
     def nbytes(self, storage: int) -> int:
-        return self._storages[storage]["nbytes"]
+        return self._storages[storage][_NBYTES]
 
     def is_live(self, storage: int) -> bool:
         return storage in self._live
 
     def begin_step(self, step: int, *, over: bool = False) -> None:
         """Events from here on belong to `step`; `over` says that the loop has ended and `step` is what follows it."""
-        self.step, self._in_loop, self._updated = step, not over, False
-        self.phase = "other" if over else "forward"
+        self._in_loop, self._updated = not over, False
+        self._enter(step, "other" if over else "forward")
         if self.start_event is None:
             self.start_event = len(self._events)
         self.end_event = len(self._events) if over else None
@@ -372,36 +389,38 @@ class Recorder:
             self._kept_for_backward |= self._live
         self._updated = self._updated and not module
         forward = bool(module) or (self._in_loop and not self._updated)
-        self.phase = "backward" if backward else "optimizer" if optimizer else "forward" if forward else "other"
+        phase = "backward" if backward else "optimizer" if optimizer else "forward" if forward else "other"
+        if phase != self.phase:
+            self._enter(self.step, phase)
+
+    def _enter(self, step: int, phase: str) -> None:
+        self.step, self.phase = step, phase
+        self._moments.append((len(self._events), step, phase))
 
     def _category_of(self, storage: int) -> str:
         if storage in self._category:
             return self._category[storage]
-        kept = storage in self._kept_for_backward and self._storages[storage]["phase"] == "forward"
+        kept = storage in self._kept_for_backward and self._storages[storage][_PHASE] == "forward"
         return "activation" if kept else "temporary"
 
     def finish(self, info: Mapping[str, Any]) -> Timeline:
         """The timeline of everything recorded so far."""
-        steps, phases, actions, which = zip(*self._events, strict=True) if self._events else ((), (), (), ())
-        of_events = {"step": steps, "phase": phases, "action": actions, "storage": which}
-        of_storages = {
-            name: [storage.get(name, default) for storage in self._storages]
-            for name, default in (
-                ("nbytes", 0),
-                ("device", "cpu"),
-                ("stream", 0),
-                ("op", ""),
-                ("module", ""),
-                ("shape", ""),
-                ("dtype", ""),
-                ("line", ""),
-            )
-        }
+        events = np.array(self._events, np.int64)
+        which = np.maximum(events, ~events)
+        begins, steps, phases = zip(*self._moments, strict=True)
+        moment = np.repeat(np.arange(len(begins)), np.diff([*begins, len(events)]))
+        columns = zip(*self._storages, strict=True) if self._storages else ((),) * len(_OF_STORAGES)
+        of_storages = dict(zip(_OF_STORAGES, columns, strict=True))
+        of_storages["op"] = [self._renamed.get(storage, op) for storage, op in enumerate(of_storages["op"])]
         of_storages["category"] = [self._category_of(storage) for storage in range(len(self._storages))]
+        looked_up = {
+            "step": (steps, moment),
+            "phase": (phases, moment),
+            "action": (("alloc", "free"), events < 0),
+            "storage": (range(len(self._storages)), which),
+        } | {name: (column, which) for name, column in of_storages.items() if name != "phase"}
         arrays = [
-            pa.array(of_events[field.name], field.type)
-            if field.name in of_events
-            else pa.array(of_storages[field.name], field.type).take(pa.array(which, pa.int64()))
+            pa.array(looked_up[field.name][0], field.type).take(pa.array(looked_up[field.name][1].astype(np.int64)))
             for field in SCHEMA
         ]
         end = len(self._events) if self.end_event is None else self.end_event

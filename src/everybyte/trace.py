@@ -8,7 +8,7 @@ otherwise is stated in `rules`.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cache, partial
@@ -22,7 +22,7 @@ from . import gpus, snapshot_file, values, workspace
 from .attribution import Attribution, asking_frame, line_of_code_that, storage_of, user_frame, user_line
 from .files import guarded
 from .gpus import GPU
-from .kernels import META, Kernels
+from .kernels import META, Plan, tensors_in
 from .memory_stats import MemoryStats
 from .operands import Operands
 from .rules import RULES, Rules, candle, engine
@@ -54,6 +54,7 @@ _EMPTY: Final = aten.empty.memory_format
 _LIFT: Final = aten.lift_fresh.default
 _SPECIAL: Final = frozenset({_ITEM, _COPY, _PACK, _EMPTY, _LIFT})
 _ACCUMULATE_GRAD: Final = torch._C._functions.AccumulateGrad
+_is_inference = torch.is_inference_mode_enabled
 _current_node = torch._C._current_autograd_node
 
 
@@ -100,12 +101,13 @@ def trace(rules: str = "cpu", gpu: str | GPU | None = None, retention: str = "py
 class _Op:
     """What a trace needs to know of an op, asked once: an op comes thousands of times."""
 
+    plan: Plan
     name: str  # without namespace and overload
     aliases: bool  # every output is a view of, or is, an argument: no storage can be new
     mutates: bool
     written: tuple[tuple[int, str], ...]  # positions and names of the arguments that are written
     may_grow: bool  # an argument that is written can get another size
-    tensor_slots: tuple[int, ...]  # positions of the arguments that are tensors even where a number was given
+    number_slots: tuple[int, ...]  # positions at which a number that was given becomes a tensor that is counted
     data_dependent: bool  # the result's shape, or the result itself if it is no tensor, depends on values
     may_take_over: bool  # a real run may write the result into an argument
     composed: bool  # the rules have it run as the ops that it is made of
@@ -121,20 +123,23 @@ class _Op:
         resizes = "resize" in name or name.startswith("set_")
         scratch = rules.scratch.get(func)
         named = func in rules.left_out or func in rules.not_covered
+        takes_more = scratch is not None or named or func in workspace.PRODUCTS
+        counted = rules.on_host and not rules.keeps_operands  # candle keeps a number in the operation
         return cls(
+            plan=Plan(func, rules),
             name=name,
             aliases=bool(schema.returns) and all(returned.alias_info is not None for returned in schema.returns),
             mutates=schema.is_mutable,
             written=tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write),
             may_grow=resizes or any(arg.is_out for arg in schema.arguments),
-            tensor_slots=tuple(i for i, arg in arguments if str(arg.type) == "Tensor"),
+            number_slots=tuple(i for i, arg in arguments if counted and str(arg.type) == "Tensor"),
             data_dependent=torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags,
             may_take_over=func in engine.WRITES,
             composed=func in rules.composed,
             special=func in _SPECIAL,
             scratch=scratch,
-            scratch_first=func in rules.scratch_first,
-            takes_more=scratch is not None or named or func in workspace.PRODUCTS,
+            scratch_first=takes_more and func in rules.scratch_first,
+            takes_more=takes_more,
         )
 
 
@@ -166,7 +171,7 @@ class Trace(Run):
         self._rules = rules
         self._ops: dict[int, _Op] = {}  # by the op's identity: its own hash is a call of Python
         self._device = str(rules.device)
-        self.attribution = Attribution(on_optimizer=self._on_optimizer, on_root=self._label_module)
+        self.attribution = Attribution(self._on_module, self._on_optimizer, self._label_module)
         self.unknown_reads: list[UnknownRead] = []
         self.conditional: list[str] = []
         self.not_covered: set[str] = set()
@@ -181,7 +186,6 @@ class Trace(Run):
             on_casts=lambda made: self._storages.label_lost(made),  # those that the op did not keep
             rename=lambda storage, op: self._storages.recorder.rename(storage, op),
         )
-        self._kernels = Kernels(rules)
         self._writes = engine.Writes()
         self._storages = Storages(forget=self._known.forget)
         self._scalars = Scalars(self._storages)
@@ -191,6 +195,7 @@ class Trace(Run):
         self._workspaces: dict[tuple[str, str], workspace.Workspace] = {}  # by library and thread
         self._room = gpu.usable[0] if gpu else None  # until it has been full once
         self._optimizing = False
+        self._number: int | None = None  # of the backward node that ran the last op; None where the phase may change
         self._steps_marked = 0
         self._timeline: Timeline | None = None
 
@@ -270,6 +275,7 @@ class Trace(Run):
 
     def _begin_step(self, step: int, *, over: bool = False) -> None:
         self._label_gradients()  # the model may be gone before anything else happens
+        self._number = None
         self._storages.recorder.begin_step(step, over=over)
         self._steps_marked = max(self._steps_marked, step)
 
@@ -294,17 +300,23 @@ class Trace(Run):
             raise
         finally:
             self._calls.pop()
-        self._note_left_out(function, args, kwargs)
         self._scalars.settle(out)
         if self._rules.keeps_operands:
             self._operands.settle(out)
-        healthy = function in _HEALTHY and out.is_meta and (self._finite or out.numel() == 1)
-        if healthy and values.is_small(out) and self._known.twin(out) is None:
+        if function in self._rules.not_covered or function in self._rules.left_out:
+            self._note_left_out(function, args, kwargs)
+        if function in _HEALTHY:
+            self._answer_healthy(function, out)
+        return out
+
+    def _answer_healthy(self, function: Callable[..., Any], answer: torch.Tensor) -> None:
+        """Answers whether numbers are finite as a run that goes well does, where the answer would be unknown."""
+        healthy = answer.is_meta and (self._finite or answer.numel() == 1)
+        if healthy and values.is_small(answer) and self._known.twin(answer) is None:
             self.unknown_reads.append(UnknownRead(user_line(), function.__name__))
             with torch._C._DisableTorchDispatch():
-                real = torch.empty_strided(out.size(), out.stride(), dtype=torch.bool, device="cpu")
-                self._known.remember(out, real.fill_(_HEALTHY[function]))
-        return out
+                real = torch.empty_strided(answer.size(), answer.stride(), dtype=torch.bool, device="cpu")
+                self._known.remember(answer, real.fill_(_HEALTHY[function]))
 
     def _by_rule(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         out = self._rules.functions[function](*args, **kwargs)
@@ -333,7 +345,7 @@ class Trace(Run):
     def count(self, tensor: torch.Tensor, op: str) -> int:
         """Records a tensor that no op made."""
         node = _current_node()
-        self._note_phase(node)
+        self._at_node(node, -1 if node is None else node._sequence_nr())
         storage = self._storages.record(tensor, op=op, **self._whose(node))
         self._note_room()
         return storage
@@ -409,14 +421,15 @@ class Trace(Run):
     def on_op(self, func: Any, op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Lets one op run on the meta device and records the storages it makes."""
         node = _current_node()
-        if self._writes.at_node(node) and node is not None and node.name() in engine.NOT_REPRODUCED:
-            self.not_covered.add(node.name())
+        if (number := -1 if node is None else node._sequence_nr()) != self._number:
+            self._at_node(node, number)
         caller, caller_node = self._calls[-1] if self._calls else (None, None)
-        from_python = caller is not None and caller_node == node
+        from_python = caller is not None and caller_node is node
         if self._rules.keeps_operands:
-            self._operands.note([tensor for tensor in _tensors(args, kwargs) if self.counts(tensor)])
+            self._operands.note([tensor for tensor in tensors_in(args, kwargs) if self.counts(tensor)])
         if op.may_take_over and self._writes.takes_over(func, args, node, caller, from_python):
-            self._record_scratch(func, op, args, kwargs, node)
+            if op.takes_more:
+                self._record_scratch(func, op, args, kwargs, node)
             return args[0]
         if (
             op.special
@@ -428,10 +441,9 @@ class Trace(Run):
                 kwargs = {**kwargs, "device": META}
             elif args[0].untyped_storage().resizable():  # torch.Tensor([1.0, 2.0]); not torch.from_numpy(...)
                 return self.adopt(args[0], "tensor")
-        self._note_phase(node)
-        tensors = _tensors(args, kwargs)
-        if self._is_host_s_own(tensors, kwargs):
-            return func(*args, **kwargs)
+        tensors, of_host, key = op.plan.look(args, kwargs)
+        if of_host == len(tensors) and not self._rules.on_host and kwargs.get("device") != META:
+            return func(*args, **kwargs)  # the host's own, beside the device: really run, and nothing of it is counted
         if op.special:
             if func is _ITEM:
                 return self._read(tensors[0])
@@ -439,16 +451,17 @@ class Trace(Run):
                 self._unknown_read("copy_", args[1])  # the host's own memory, filled with what nobody knows
                 return args[0]
             if func is _PACK:
-                args = (args[0], self._lengths(args[1]), *args[2:])
-        if len(tensors) > 1 and func is not _PACK and len({tensor.is_meta for tensor in tensors}) == 2:
+                args, key = (args[0], self._lengths(args[1]), *args[2:]), None
+        if 0 < of_host < len(tensors) and func is not _PACK:
             args, kwargs = self._meet(func, tensors, args, kwargs)
-            tensors = _tensors(args, kwargs)
-        if from_python:
+            tensors, of_host, key = op.plan.look(args, kwargs)
+        if from_python and op.number_slots:
             self._make_scalars(op, args)
         known = self._known.covers(tensors)
-        real = self._known.follow(func, args, kwargs) if known and (op.mutates or op.data_dependent) else UNKNOWN
+        early = op.mutates or op.data_dependent
+        real = self._known.follow(func, args, kwargs) if known and early else UNKNOWN
         try:
-            out = self._kernels(func, args, kwargs)
+            out = op.plan.run(key, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
             if op.data_dependent:
                 out = self._by_value(func, args, real)
@@ -459,61 +472,66 @@ class Trace(Run):
                 ) from None
             else:
                 raise
-        if known and not (op.mutates or op.data_dependent) and all(map(values.is_small, _tensors((out,), {}))):
+        if known and not early and all(map(values.is_small, tensors_in((out,), {}))):
             real = self._known.follow(func, args, kwargs)
         self._made = []
         if not op.aliases:
-            results = _tensors(out if isinstance(out, (tuple, list)) else (out,), {})
-            if op.scratch_first:
-                self._record_scratch(func, op, args, kwargs, node, results)
-            else:
+            results = tensors_in(out if isinstance(out, (tuple, list)) else (out,), {})
+            if not op.scratch_first:
                 self._record_results(results, op, node)
-                self._record_scratch(func, op, args, kwargs, node)
+            if op.takes_more:
+                self._record_scratch(func, op, args, kwargs, node, results if op.scratch_first else ())
+            elif self._room is not None:
+                self._note_room()
         elif op.mutates and op.takes_more:
             self._record_scratch(func, op, args, kwargs, node)
         if op.mutates:
-            for written in _tensors([args[i] if i < len(args) else kwargs.get(name) for i, name in op.written], {}):
-                if op.may_grow and self.counts(written) and self._storages.has_grown(written):
-                    self._storages.record_growth(written, op=op.name, **self._whose(node))
-                keeps = op.name == "set_" or (func is _UNSCALE and written is args[1])  # it finds no infinity
-                if real is UNKNOWN and not keeps:
-                    self._known.forget(written.untyped_storage()._cdata)
+            for i, name in op.written:
+                written = args[i] if i < len(args) else kwargs.get(name)
+                for tensor in (written,) if isinstance(written, torch.Tensor) else written or ():
+                    if op.may_grow and self.counts(tensor) and self._storages.has_grown(tensor):
+                        self._storages.record_growth(tensor, op=op.name, **self._whose(node))
+                    keeps = op.name == "set_" or (func is _UNSCALE and i == 1)  # it finds no infinity
+                    if real is UNKNOWN and not keeps:
+                        self._known.forget(tensor.untyped_storage()._cdata)
             if func is _UNSCALE:
                 self.unknown_reads.append(UnknownRead(user_line(), op.name))
         elif real is not UNKNOWN:
             self._remember(out, real)
         return out
 
+    def _at_node(self, node: Any, number: int) -> None:
+        """Notes which backward node is running, its number -1 outside any, and so which phase of the run it is."""
+        self._number = number
+        if self._writes.at_node(number) and node is not None and node.name() in engine.NOT_REPRODUCED:
+            self.not_covered.add(node.name())
+        self._scalars.at_node(node)
+        recorder = self._storages.recorder
+        if node is None and recorder.phase == "backward":
+            self._label_gradients()
+        recorder.enter_phase(backward=node is not None, optimizer=self._optimizing, module=self.attribution.module)
+
     def _whose(self, node: Any) -> dict[str, Any]:
         """Module, line and stream that the op running now belongs to."""
-        if node is None or self.attribution.module:
-            module = self.attribution.module
+        module = self.attribution.module
+        if module or node is None:
+            pass
         elif isinstance(node, _ACCUMULATE_GRAD):
             module = self.attribution.owner(node.variable)
         else:
             module = self.attribution.module_of_node(node._sequence_nr())
         return {"module": module, "line": user_line(), "device": self._device, "stream": self.stream}
 
-    def _is_host_s_own(self, tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
-        """Whether an op runs on the host beside the device: it is really run, and nothing of it is counted."""
-        if self._rules.on_host:
-            return False
-        return not any(tensor.is_meta for tensor in tensors) and kwargs.get("device") != META
-
     def _record_results(self, results: Iterable[torch.Tensor], op: _Op, node: Any) -> None:
         """Records the storages among an op's results that are new."""
         for made in results:
-            if self.counts(made) and not self._storages.is_known(made):
+            if (made.is_meta or self._rules.on_host) and not self._storages.is_known(made):
                 self._made.append(self._storages.record(made, op=op.name, **self._whose(node)))
 
     def _record_scratch(
         self, func: Any, op: _Op, args: Any, kwargs: Any, node: Any, results: Iterable[torch.Tensor] = ()
     ) -> None:
         """Records what the kernel allocates for itself, results that it makes after that, and that it gives it back."""
-        if not op.takes_more:
-            self._record_results(results, op, node)
-            self._note_room()
-            return
         self._note_left_out(func, args, kwargs)
         recorder, live = self._storages.recorder, []
         whose = self._whose(node) if op.scratch is not None else {}
@@ -564,17 +582,9 @@ class Trace(Run):
         if text is not None and remark not in self.remarks:
             self.remarks.append(remark)
 
-    def _note_phase(self, node: Any) -> None:
-        self._scalars.at_node(node)
-        recorder = self._storages.recorder
-        if node is None and recorder.phase == "backward":
-            self._label_gradients()
-        recorder.enter_phase(backward=node is not None, optimizer=self._optimizing, module=self.attribution.module)
-
     def _make_scalars(self, op: _Op, args: tuple[Any, ...]) -> None:
         """Counts numbers that Python hands over among tensors; those of a gradient formula are tensors already."""
-        counts = self._rules.on_host and not self._rules.keeps_operands  # candle keeps a number in the operation
-        for slot in op.tensor_slots if counts else ():
+        for slot in op.number_slots:
             if slot < len(args) and isinstance(args[slot], (bool, int, float, complex)):
                 self._scalars.make(args[slot], op=op.name, module=self.attribution.module)
 
@@ -685,32 +695,34 @@ class Trace(Run):
 
     def _label_module(self, module: torch.nn.Module) -> None:
         with torch._C.DisableTorchFunction():
-            for parameter in module.parameters():
-                self._storages.label(parameter, "parameter")
-            for buffer in module.buffers():
-                self._storages.label(buffer, "buffer")
+            self._storages.label(module.parameters(), "parameter")
+            self._storages.label(module.buffers(), "buffer")
 
     def _label_gradients(self) -> None:
         for root in self.attribution.roots:
-            for parameter in root.parameters():
-                if parameter.grad is not None:
-                    self._storages.label(parameter.grad, "gradient")
+            self._storages.label(_gradients(root.parameters()), "gradient")
+
+    def _on_module(self, path: str | None) -> None:
+        self._number = None
 
     def _on_optimizer(self, optimizer: torch.optim.Optimizer, begins: bool) -> None:
-        self._optimizing = begins
+        self._optimizing, self._number = begins, None
         if not begins:
             self._storages.recorder.end_update()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         with torch._C.DisableTorchFunction():
-            for parameter in parameters:
-                self._storages.label(parameter, "parameter")
-                if parameter.grad is not None:
-                    self._storages.label(parameter.grad, "gradient")
+            self._storages.label(parameters, "parameter")
+            self._storages.label(_gradients(parameters), "gradient")
             states = [optimizer.state[p] for p in parameters if p in optimizer.state]
             for value in (value for state in states for value in state.values()):
-                for leaf in (value,) if isinstance(value, torch.Tensor) else tree_leaves(value):
-                    if isinstance(leaf, torch.Tensor):
-                        self._storages.label(leaf, "optimizer state")
+                leaves = (value,) if isinstance(value, torch.Tensor) else tree_leaves(value)
+                self._storages.label([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], "optimizer state")
+
+
+def _gradients(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    for parameter in parameters:
+        if (gradient := parameter.grad) is not None:
+            yield gradient
 
 
 _COMPOSITE: Final = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -730,7 +742,7 @@ class _Ops(engine.DispatchMode):
         self._run = run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        op, inferring = self._run.op(func), torch.is_inference_mode_enabled()
+        op, inferring = self._run.op(func), _is_inference()
         if inferring and _is_composite(func):  # without autograd it arrives in one piece
             with self:
                 return func._op_dk(_COMPOSITE, *args, **(kwargs or {}))
@@ -761,13 +773,3 @@ def _zeros(tensor: torch.Tensor) -> torch.Tensor:
     """Zeros on the host, in a tensor's shape and dtype."""
     with torch._C._DisableTorchDispatch():
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
-
-
-def _tensors(args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    found = []
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += [item for item in value if isinstance(item, torch.Tensor)]
-    return found

@@ -164,7 +164,12 @@ class KnownValues:
 
     def covers(self, tensors: list[torch.Tensor]) -> bool:
         """Whether all these tensors are traced ones whose values are known."""
-        return all([t.is_meta and t.untyped_storage()._cdata in self._twins for t in tensors])
+        twins = self._twins
+        for tensor in tensors:
+            address = tensor.untyped_storage()._cdata if tensor.is_meta else None
+            if address not in twins:
+                return False
+        return True
 
     def follow(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs an op on the twins of its arguments, all of which `covers` says are known.

@@ -146,9 +146,8 @@ class Writes:
         self._node = -1  # number of the node that runs; the node itself would be kept alive
         self._sums = 0  # how many sums it has made
 
-    def at_node(self, node: Any) -> bool:
-        """Notes which backward node is running, None outside any, and says whether it was another one before."""
-        number = -1 if node is None else node._sequence_nr()
+    def at_node(self, number: int) -> bool:
+        """Notes which backward node is running, -1 outside any, and says whether it was another one before."""
         if number == self._node:
             return False
         self._node, self._sums = number, 0
