@@ -86,6 +86,14 @@ def test_under_autocast_too(recorded_events):
     assert run.not_covered == set()
 
 
+@pytest.mark.parametrize("half, nbytes", [(False, 4 + 4), (True, 4 + 2)])
+def test_between_the_recorded_lengths_the_peak_grows_by_what_attention_keeps_for_each_pair_of_tokens(half, nbytes):
+    # In each layer and head the exponentials, in single precision, and the weights in the type in which they are
+    # multiplied; in each layer a mask of one byte. All else is as long as the sequence, or constant.
+    short, middle, long = (peak(second_step(training(length, half))) for length in (256, 384, 512))
+    assert long - 2 * middle + short == 2 * 128**2 * 24 * (BATCH * 16 * nbytes + 1)
+
+
 def test_without_autograd_each_allocation_and_each_release_is_there_in_its_place(recorded_events):
     with eb.trace(rules="cuda") as run, torch.inference_mode():
         model = LM(LMConfig(128))
