@@ -7,6 +7,7 @@ memory history is made of those reports, as the allocator would have kept it, or
 from __future__ import annotations
 
 import copy
+import types
 
 import torch
 import torch.autograd.profiler as profiler
@@ -20,10 +21,12 @@ class _Device(type):
 
 
 class Device(metaclass=_Device):
-    """`torch.device`, to which the GPU's name is the host's."""
+    """`torch.device`, to which the GPU's name is the host's, while something is measured: a trace means the GPU."""
+
+    measuring = False
 
     def __new__(cls, *args):
-        return REAL("cpu") if str(args[0]).startswith("cuda") else REAL(*args)
+        return REAL("cpu") if cls.measuring and str(args[0]).startswith("cuda") else REAL(*args)
 
 
 class FakeGPU:
@@ -37,28 +40,37 @@ class FakeGPU:
     total, context = 16 * 10**9, 400 * 2**20
 
     def __init__(self, monkeypatch, edit=lambda trace: None, recorded=None, on=False):
+        Device.measuring = False
         self.log, self.history_on, self.edit, self.recorded = [], on, edit, recorded
         self.workspaces = []  # addresses
         self.before = []  # of the history that the user has begun
-        self.peak, self.reserved = 0, 0
+        self.peak = self.reserved = None  # unless set, what the history comes to
         answers = {
             torch: {"device": Device},
             torch.cuda: {
-                "is_available": lambda: True,
+                "is_available": self.begin,
                 "current_device": lambda: 0,
-                "get_device_name": lambda index: "NVIDIA RTX A4000",
+                "get_device_name": self.end,
                 "synchronize": lambda *device: self.log.append("synchronize"),
                 "empty_cache": lambda: self.log.append("empty_cache"),
                 "reset_peak_memory_stats": lambda device: self.log.append("reset"),
-                "memory_allocated": lambda device: 512,
-                "max_memory_allocated": lambda device: self.peak,
-                "max_memory_reserved": lambda device: self.reserved,
-                "memory_reserved": lambda device: self.reserved,
-                "mem_get_info": lambda device: (self.total - self.context - self.reserved, self.total),
+                "memory_allocated": lambda device: 0,
+                "max_memory_allocated": lambda device: self.highest(512) if self.peak is None else self.peak,
+                "max_memory_reserved": lambda device: self.segments(),
+                "memory_reserved": lambda device: self.segments(),
+                "mem_get_info": lambda device: (self.total - self.context - self.segments(), self.total),
+                "get_device_properties": lambda index: types.SimpleNamespace(
+                    total_memory=self.total, major=8, minor=6, multi_processor_count=48, L2_cache_size=4 * 2**20
+                ),
+                "get_allocator_backend": lambda: "native",
                 "memory_snapshot": lambda: self.snapshot()["segments"],
             },
             torch.cuda.memory: {"_snapshot": self.snapshot, "_record_memory_history": self.record},
-            torch._C: {"_cuda_isHistoryEnabled": lambda: self.history_on, "_cuda_clearCublasWorkspaces": self.clear},
+            torch._C: {
+                "_cuda_getDriverVersion": lambda: 12080,
+                "_cuda_isHistoryEnabled": lambda: self.history_on,
+                "_cuda_clearCublasWorkspaces": self.clear,
+            },
             profiler: {"_disable_profiler": self.disable_profiler},
         }
         for owner, functions in answers.items():
@@ -67,6 +79,26 @@ class FakeGPU:
         self._disable_profiler = torch._C._autograd._disable_profiler
         self._trace = []
         self._cleared = False
+
+    def begin(self):  # the first that a measurement asks
+        Device.measuring = True
+        return True
+
+    def end(self, index):  # the last
+        Device.measuring = False
+        return "NVIDIA RTX A4000"
+
+    def highest(self, unit):
+        live = peak = 0
+        for event in self._trace:
+            if event["action"] in ("alloc", "free_completed"):
+                size = -(-event["size"] // unit) * unit
+                live += size if event["action"] == "alloc" else -size
+                peak = max(peak, live)
+        return peak
+
+    def segments(self):
+        return -(-self.highest(512) // 2**21) * 2**21 if self.reserved is None else self.reserved
 
     def record(self, enabled, **how):
         self.history_on = enabled is not None

@@ -1,4 +1,4 @@
-"""The command line: `everybyte trace MODULE:FUNCTION`, `snapshot FILE`, `audit [LEDGER ...]`, `sweep NOTEBOOK`.
+"""The command line: `everybyte trace MODULE:FUNCTION`, `snapshot FILE`, `audit [LEDGER ...]`, `sweep`, `record`.
 
 A thin face of the library; the book's page `cli` says what its JSON holds. Exit codes: 0 done, 1 the answer is no, 2
 bad input, 3 cannot say; any but 0 comes with one line on stderr that says what is wrong and how to mend it. What each
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from .commands import BAD_INPUT, Stop, audit, snapshot, sweep, trace
+from .commands import BAD_INPUT, Stop, audit, record, snapshot, sweep, trace
 from .commands.text import LONGEST_LINE, printable
 
 
@@ -54,6 +54,6 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="everybyte", description="Where the memory of a training step goes.", allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (trace, snapshot, audit, sweep):
+    for command in (trace, snapshot, audit, sweep, record):
         command.add(commands).add_argument("--json", action="store_true", help="print one JSON object")
     return parser

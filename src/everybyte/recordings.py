@@ -1,0 +1,273 @@
+"""Recordings of the book's cases on GPUs: what a folder of one holds, whether to believe it, and what it says.
+
+A recording is `book/recordings/<gpu>/`: `results.parquet`, a row a case; the timeline of each case that ran,
+`<case>.parquet`; and `provenance.json`, which says on what and how. `everybyte record` writes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from . import gpus
+from .caching import MIN_BLOCK, SMALL_SEGMENT
+from .cases import cases
+from .timeline import WORKSPACE, Timeline
+from .units import format_bytes
+
+FOLDER: Final = Path(__file__).parents[2] / "book" / "recordings"
+RESULTS, PROVENANCE = "results.parquet", "provenance.json"
+
+COMPARED: Final = ("requested", "rounded", "allocated", "reserved", "workspace")
+"""Quantities that are both predicted and recorded; peaks, but for the last."""
+
+BESIDE: Final = ("context", "driver", "nvml", "before")
+STATUS: Final = ("recorded", "out of memory", "skipped", "failed")
+
+SCHEMA: Final = pa.schema(
+    [
+        *((name, pa.string()) for name in ("case", "what", "status", "reason")),
+        *((f"predicted_{name}", pa.int64()) for name in COMPARED),
+        *((f"recorded_{name}", pa.int64()) for name in (*COMPARED, *BESIDE)),
+        *((f"seconds_{name}", pa.float64()) for name in ("traced", "measured")),
+    ]
+)
+"""The columns of the table of results. Bytes, as `everybyte.measure_cuda.Figures` names them; null where not known."""
+
+KEYS: Final[Mapping[str, type]] = {
+    **dict.fromkeys(("gpu", "driver", "cuda", "torch", "python", "commit", "date", "allocator"), str),
+    "total": int,
+    "capability": list,
+    "settings": dict,
+    "files": dict,
+}
+"""What `provenance.json` says, and in which type; `files` has the SHA-256 of each file."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A recording that has been read.
+
+    Attributes:
+        folder: Where it lies.
+        provenance: What `KEYS` lists.
+        results: The table of `SCHEMA`.
+    """
+
+    folder: Path
+    provenance: Mapping[str, Any]
+    results: pa.Table
+
+    @cached_property
+    def gpu(self) -> str:
+        return self.provenance["gpu"]
+
+    def rows(self) -> list[dict[str, Any]]:
+        return self.results.to_pylist()
+
+    def frame(self) -> pd.DataFrame:
+        """For each case that ran, and each quantity, what was predicted and recorded, and their difference.
+
+        A frame with columns `predicted`, `recorded` and `difference`, predicted less recorded, indexed by `case` and
+        `quantity`; those that only a GPU can say have no prediction.
+        """
+        rows = [
+            (row["case"], name, row.get(f"predicted_{name}"), row[f"recorded_{name}"])
+            for row in self.rows()
+            for name in (*COMPARED, *BESIDE)
+            if row[f"recorded_{name}"] is not None
+        ]
+        table = pd.DataFrame(rows, columns=["case", "quantity", "predicted", "recorded"]).astype(
+            {"predicted": "Int64", "recorded": "Int64"}
+        )
+        return table.assign(difference=table["predicted"] - table["recorded"]).set_index(["case", "quantity"])
+
+
+def read(folder: str | Path) -> Recording:
+    """Reads a recording.
+
+    Raises:
+        ValueError: If a file of it is missing or is not what its name says.
+    """
+    folder = Path(folder)
+    for name in (PROVENANCE, RESULTS):
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} is no recording: {name} is missing")
+    try:
+        provenance = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
+        results = pq.read_table(folder / RESULTS)
+    except (OSError, ValueError) as error:  # arrow's errors, and those of JSON and UTF-8, are ValueErrors
+        raise ValueError(f"{folder} is no recording: {error}") from None
+    if not isinstance(provenance, dict):
+        raise ValueError(f"{folder} is no recording: {PROVENANCE} holds no object")
+    return Recording(folder, provenance, results)
+
+
+def stored(folder: str | Path | None = None) -> list[Recording]:
+    """The recordings of a folder, by name of their GPU; the book's unless one is given."""
+    return [read(path.parent) for path in sorted(Path(folder or FOLDER).glob(f"*/{PROVENANCE}"))]
+
+
+def recorded(case: str, folder: str | Path | None = None) -> str:
+    """What recordings say of a case, in a sentence for a page; that there is none, where there is none.
+
+    Raises:
+        ValueError: If there is no such case.
+    """
+    if case not in cases():
+        raise ValueError(f"no case {case!r}; there are {', '.join(cases())}")
+    said = []
+    for recording in stored(folder):
+        for row in recording.rows():
+            if row["case"] == case and row["status"] == "recorded":
+                bytes_ = row["recorded_requested"]
+                difference = row["predicted_requested"] - bytes_
+                allocated, date = row["recorded_allocated"], recording.provenance["date"][:10]
+                said.append(
+                    f"On {recording.gpu}, {date}: {format_bytes(bytes_)} asked for at the peak, {difference:+,} B from "
+                    f"it to the trace; {format_bytes(allocated)} allocated."
+                )
+    return " ".join(said) or "No GPU has run this yet: there is no recording of it."
+
+
+# -- whether to believe one --------------------------------------------------------------------------------------------
+
+
+def faults(folder: str | Path) -> list[str]:
+    """What speaks against a recording, a line each; none if nothing does."""
+    try:
+        recording = read(folder)
+    except ValueError as error:
+        return [str(error)]
+    found = list(_in_provenance(recording))
+    if recording.results.schema.remove_metadata() != SCHEMA:
+        wrong = [f for f in SCHEMA if f not in list(recording.results.schema)] or list(recording.results.schema)[:1]
+        return [*found, f"{RESULTS}: its columns are not those of a table of results; look at {wrong[0]}"]
+    names = recording.results["case"].to_pylist()
+    for name in dict.fromkeys(names):
+        if names.count(name) > 1:
+            found.append(f"{RESULTS}: case {name!r} is there {names.count(name)} times")
+    for row in recording.rows():
+        found += [f"{row['case']}: {fault}" for fault in _in_row(row, recording)]
+    return found
+
+
+def _in_provenance(recording: Recording) -> Iterator[str]:
+    known = recording.provenance
+    for key, kind in KEYS.items():
+        if not isinstance(known.get(key), kind) or known[key] in ("", []):
+            yield f"{PROVENANCE}: {key!r} is missing, or no {kind.__name__}"
+    if not isinstance(known.get("date"), str) or not isinstance(known.get("gpu"), str):
+        return
+    try:
+        date = datetime.fromisoformat(known["date"])
+        if date.tzinfo is None:
+            yield f"{PROVENANCE}: the date {known['date']} has no time zone"
+        elif date > datetime.now(UTC):
+            yield f"{PROVENANCE}: the date {known['date']} lies in the future"
+    except ValueError:
+        yield f"{PROVENANCE}: {known['date']!r} is no date as ISO 8601 writes it"
+    try:
+        gpu = gpus.find(known["gpu"])
+        # Drivers report a little more or less of the same memory; a slice of a GPU is less than half of it.
+        if isinstance(known.get("total"), int) and not 0.9 < known["total"] / gpu.total < 1.1:
+            yield f"{PROVENANCE}: {gpu.name} has {gpu.total:,} B of memory, not {known['total']:,}"
+    except ValueError:
+        yield f"{PROVENANCE}: no GPU {known['gpu']!r} is known; add its row to src/everybyte/gpus.csv"
+    listed = known.get("files") if isinstance(known.get("files"), dict) else {}
+    there = {path.name for path in recording.folder.glob("*.parquet")}
+    for name in sorted(there ^ listed.keys()):
+        yield f"{name}: {'not listed in ' + PROVENANCE if name in there else 'listed, but not there'}"
+    for name in sorted(there & listed.keys()):
+        if hashlib.sha256((recording.folder / name).read_bytes()).hexdigest() != listed[name]:
+            yield f"{name}: not the file that {PROVENANCE} lists"
+
+
+def _in_row(row: Mapping[str, Any], recording: Recording) -> Iterator[str]:
+    if row["case"] not in cases():
+        yield "no case of the book"
+        return
+    if row["status"] not in STATUS:
+        yield f"status {row['status']!r} is none of {', '.join(STATUS)}"
+        return
+    numbers = {name: n for name, n in row.items() if name.startswith(("predicted_", "recorded_", "seconds_"))}
+    for name, n in numbers.items():
+        if n is not None and not n >= 0:
+            yield f"{name} is {n}"
+    if row["status"] != "recorded":
+        if not row["reason"]:
+            yield f"{row['status']}, and no reason given"
+        return
+    missing = [name for name, n in numbers.items() if n is None and name != "recorded_nvml"]
+    if missing:
+        yield f"recorded, but without {', '.join(missing)}"
+        return
+    yield from _in_figures({name.removeprefix("recorded_"): n for name, n in numbers.items()}, recording)
+    path = recording.folder / f"{row['case']}.parquet"
+    try:
+        timeline = Timeline.from_parquet(path)
+    except (ValueError, OSError) as error:
+        yield f"its timeline cannot be read: {error}"
+        return
+    yield from _in_timeline(timeline, row, recording)
+
+
+def _in_figures(n: Mapping[str, int], recording: Recording) -> Iterator[str]:
+    total = recording.provenance.get("total")
+    for less, more in (
+        ("requested", "rounded"),
+        ("rounded", "allocated"),
+        ("workspace", "allocated"),
+        ("before", "allocated"),
+        ("allocated", "reserved"),
+        ("context", "driver"),
+    ):
+        if n[less] > n[more]:
+            yield f"{less} {n[less]:,} B is more than {more} {n[more]:,} B"
+    for name, unit in (("rounded", MIN_BLOCK), ("allocated", MIN_BLOCK), ("reserved", SMALL_SEGMENT)):
+        if n[name] % unit:
+            yield f"{name} {n[name]:,} B is no multiple of {unit:,} B"
+    for name in ("reserved", "driver"):
+        if isinstance(total, int) and n[name] > total:
+            yield f"{name} {n[name]:,} B is more than the GPU's {total:,} B"
+
+
+def _in_timeline(timeline: Timeline, row: Mapping[str, Any], recording: Recording) -> Iterator[str]:
+    info = timeline.info
+    if info.get("evidence") != "recorded" or not str(info.get("device", "")).startswith("cuda"):
+        yield f"its timeline is {info.get('evidence')} on {info.get('device')}, not recorded on a GPU"
+    if info.get("gpu") != recording.provenance.get("gpu"):
+        yield f"its timeline is of {info.get('gpu')}"
+    frame = timeline.frame()
+    made = frame[frame["action"] == "alloc"].set_index("storage")["nbytes"]
+    freed = frame[frame["action"] == "free"].set_index("storage")["nbytes"]
+    if made.index.has_duplicates or freed.index.has_duplicates or not freed.index.isin(made.index).all():
+        yield "its timeline frees what it never allocated, or twice"
+        return
+    if not (made.reindex(freed.index).to_numpy() == freed.to_numpy()).all() or timeline.live_bytes.min(initial=0) < 0:
+        yield "its timeline frees other sizes than it allocated, or before it did"
+        return
+    tensors = timeline.without(WORKSPACE)
+    held = frame[(frame["category"] == WORKSPACE) & np.asarray(frame["action"] == "alloc")]["nbytes"].sum()
+    for name, n in (
+        ("requested", tensors.peak_bytes),
+        ("rounded", tensors.rounded(MIN_BLOCK).peak_bytes),
+        ("workspace", int(held)),
+    ):
+        if row[f"recorded_{name}"] != n:
+            yield f"{name} is {row[f'recorded_{name}']:,} B, but {n:,} B in its timeline"
+    figures = info.get("figures") or {}
+    for name in (*BESIDE, "allocated", "reserved"):
+        if figures.get(name) != row[f"recorded_{name}"]:
+            yield f"{name} is {row[f'recorded_{name}']} B, but {figures.get(name)} B in its timeline"
