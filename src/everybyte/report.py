@@ -5,7 +5,7 @@ The colours are Okabe and Ito's eight, which the colour-blind tell apart: one a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Final
 
@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from .timeline import CATEGORIES, WORKSPACE, Timeline
-from .units import GB, MB
+from .units import GB, MB, format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -89,6 +89,34 @@ def kept(saved: Saved, index: str = "op") -> pd.DataFrame:
     rows = saved.frame().rename(columns={"nbytes": "bytes"})
     rows["shape"] = ["×".join(map(str, shape)) for shape in rows["shape"]]
     return rows.set_index(index)
+
+
+def glue(chapter: str) -> Callable[..., None]:
+    """Makes the function that hands a chapter's numbers to its text, by MyST-NB's `glue`.
+
+        say = report.glue("05")
+        say(at_peak=1_024, times="3.0")  # what {glue:text}`05-at-peak` and {glue:text}`05-times` show
+
+    Args:
+        chapter: What all of its keys begin with.
+
+    Returns:
+        A function of named values. An integer is a number of bytes, written by `format_bytes`; text stays as it is.
+
+    Raises:
+        ImportError: If MyST-NB is not installed.
+    """
+    try:
+        from myst_nb import glue
+    except ImportError as error:
+        raise ImportError('numbers go into the text by MyST-NB: pip install "everybyte[book]"') from error
+
+    def say(**values: int | str) -> None:
+        for name, value in values.items():
+            text = value if isinstance(value, str) else format_bytes(value)
+            glue(f"{chapter}-{name.replace('_', '-')}", text, display=False)
+
+    return say
 
 
 def composition(timeline: Timeline, event: int | None = None) -> pd.DataFrame:

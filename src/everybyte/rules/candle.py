@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import torch
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from .base import Function, Rules, stating
 
@@ -89,3 +90,20 @@ def retaining(rules: Rules) -> Rules:
     """The rules of a device with candle's retention in the place of PyTorch's."""
     not_covered = {**rules.not_covered, **_COMPOSED_OTHERWISE}
     return replace(rules, functions={**rules.functions, **FUNCTIONS}, not_covered=not_covered, keeps_operands=True)
+
+
+class AsCandle(TorchFunctionMode):
+    """Keeps memory as candle does in a run that is really executed, where no rules act.
+
+    Functions are composed as in candle, and each node of PyTorch's graph holds all operands of its operation.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in FUNCTIONS or func is F.layer_norm:  # which is written in Python, and comes in one piece
+            with self:
+                return FUNCTIONS.get(func, layer_norm)(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if (node := getattr(result, "grad_fn", None)) is not None:
+            node.metadata.setdefault("operands", []).append(args)
+        return result
