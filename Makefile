@@ -58,6 +58,7 @@ test: export EVERYBYTE_DEVICE = cpu
 test: $(TESTABLE)  ## what CI runs: lint, tests, every notebook, a clean build
 	@echo "1/3  ruff"
 	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --quiet --check src tests benchmarks book/*.py
 	@echo "2/3  pytest, $(JOBS) at a time: the library, the notebooks (nbval, papermill) and the rendered pages"
 	@OMP_NUM_THREADS=1 $(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not alone" --nbval --nbval-current-env \
 		--nbval-cell-timeout 300 $(PYTEST_ARGS) tests notebooks
