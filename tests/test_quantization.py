@@ -88,6 +88,12 @@ def test_a_quantized_model_can_be_measured():
     assert run.timeline.start_bytes == sum(weight_bytes(model).values())
 
 
+def test_a_quantized_model_is_refused_by_a_run_in_one_line():
+    model = int8(Net(6, 4))
+    with pytest.raises(TypeError, match="inside measure"), eb.trace() as run:
+        run.to_device(model)
+
+
 def test_a_quantized_weight_does_not_learn():
     model = int8(Net(6, 4))
     model(torch.randn(3, 6)).sum().backward()

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .host import resident_bytes
 from .timeline import Timeline
@@ -107,6 +108,12 @@ class Run(ABC):
         return self._place(_host_tensor(data), "input")
 
     def _place_module(self, module: nn.Module) -> nn.Module:
+        for name, parameter in module.named_parameters():
+            if is_traceable_wrapper_subclass(parameter):
+                kind = type(parameter).__name__
+                raise TypeError(
+                    f"to_device() takes plain parameters, not {name}, a {kind}: quantize inside measure()"
+                )
         placed: dict[int, Any] = {}  # deepcopy takes these for the copies of the tensors
         for parameter in module.parameters():
             data = self._place(parameter.detach(), "parameter")
