@@ -19,7 +19,7 @@ export PYDEVD_DISABLE_FILE_VALIDATION := 1
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup book html test refresh train recordings serve clean
+.PHONY: help setup book html test refresh train recordings sweeps serve clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -74,6 +74,13 @@ train: $(INSTALLED)  ## train the narrow model on the full file (long) and store
 
 recordings: $(INSTALLED)  ## compare the public recordings in EVERYBYTE_SNAPSHOTS anew and store the outcome
 	@$(BIN)/python -m everybyte.recorded $${EVERYBYTE_SNAPSHOTS:?names no folder with the six files; the chapter Against real GPUs says where they are}
+
+SWEEP := $(BIN)/everybyte sweep notebooks/24_one_step.ipynb --append --out _build/sweeps
+
+sweeps: $(INSTALLED)  ## sweep one step of each model over batch and sequence (minutes) and store the table
+	@$(SWEEP) -p model=decoder -p batch_size=1,4,16 -p sequence=256,512,1024,1536,2048,4096
+	@$(SWEEP) -p model=tft -p batch_size=1,4,16 -p sequence=50:250:50
+	@cp _build/sweeps/results.parquet notebooks/data/sweep.parquet
 
 serve: $(INSTALLED)  ## serve _build/html on this machine, rendering it first if it is missing
 	@test -f _build/html/index.html || $(PRESS) render

@@ -209,6 +209,7 @@ def stage(book: Book, target: Path) -> None:
     (target / "notebooks").mkdir()
     for notebook in book.executed():
         shutil.copy(notebook, target / "notebooks")
+    shutil.copytree(book.notebooks / "data", target / "notebooks" / "data")  # what pages offer for download
 
 
 def store(fresh: NotebookNode, source: Path) -> list[str]:
