@@ -118,6 +118,23 @@ def test_what_has_no_tracked_argument_is_not_recorded():
     assert run.timeline.growth_per_step()["growth"].tolist() == [H]
 
 
+@pytest.mark.parametrize("rules", ["cpu", "cuda"])
+@pytest.mark.parametrize("retention", ["pytorch", "candle"])
+def test_nothing_is_kept_under_inference_mode_and_views_of_a_weight_still_learn(rules, retention):
+    with eb.trace(rules=rules, retention=retention) as run:
+        layer, x = nn.Linear(HIDDEN, HIDDEN), torch.zeros(ROWS, HIDDEN)
+        for _ in run.steps(1):
+            with torch.inference_mode():
+                out = layer(x)
+                views = (layer.weight.t(), layer.weight.T, layer.weight[0], layer.weight.view(-1))
+    learn = [view.requires_grad for view in views]
+    weight = nn.Parameter(torch.zeros(HIDDEN, HIDDEN))
+    with torch.inference_mode():
+        real = [v.requires_grad for v in (weight.t(), weight.T, weight[0], weight.view(-1))]
+    assert learn == real
+    assert run.timeline.growth_per_step()["growth"].tolist() == [out.nbytes]
+
+
 def test_what_candle_composes_and_no_rule_does_is_named():
     with eb.trace(retention="candle") as run:
         lstm = nn.LSTM(4, 4)

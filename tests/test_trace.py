@@ -2,6 +2,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from agreement import assert_agree
 from torch import nn
 from torch.nn import functional as F
 
@@ -105,18 +106,36 @@ def test_lines_are_the_user_s_own():
     assert lines[lines != ""].str.contains("test_trace.py:").all()
 
 
-def test_inference_mode_shows_the_same_allocations_as_no_grad():
-    def allocations(mode):
-        with eb.trace(rules="cpu") as run, mode():
-            layer, x = nn.Linear(8, 8), torch.randn(2, 3, 8)
-            mixed = torch.einsum("bsi,bti->bst", layer(x), x)  # composites, which arrive in one piece without autograd
-            torch.where(mixed > 0, mixed, 0.0).transpose(1, 2).reshape(2, 9).contiguous().softmax(-1)
-            nn.Linear(8, 8, bias=False)(x.transpose(0, 1))  # a product that asks whether its weight learns
-            nn.BatchNorm1d(3)(x)  # a kernel that PyTorch also has in Python
-        frame = run.timeline.frame()
-        return list(zip(frame["action"], frame["op"], frame["nbytes"], strict=True))
+def test_inference_mode_is_traced_as_it_is_measured_for_a_model_made_inside_it_or_outside():
+    def forward(layer, attention):
+        x = torch.randn(2, 3, 8)
+        mixed = torch.einsum("bsi,bti->bst", layer(x), x)  # composites, which arrive in one piece without autograd
+        torch.where(mixed > 0, mixed, 0.0).transpose(1, 2).reshape(2, 9).contiguous().softmax(-1)
+        layer(x.transpose(0, 1))  # asks whether its weight learns, and adds its bias in place
+        attention(x, x, x)
+        nn.BatchNorm1d(3)(x)  # a kernel that PyTorch also has in Python
 
-    assert allocations(torch.inference_mode) == allocations(torch.no_grad)
+    def body(run):
+        made_outside = nn.Linear(8, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+        with torch.inference_mode():
+            forward(*made_outside)
+            forward(nn.Linear(8, 8), nn.MultiheadAttention(8, 2, batch_first=True))
+
+    assert_agree(body)
+
+
+def test_numbers_that_a_write_into_a_view_keeps_stay_with_a_graph_that_any_call_leaves():
+    def body(run):
+        x = torch.rand(16, 16, requires_grad=True)
+        for _ in run.steps(2):
+            y = x.clone()
+            y[0].mul_(2.0)
+            y[1] *= 0.5
+            (gradient,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+            torch.autograd.backward(gradient.sum(), retain_graph=True)
+            x.grad = None
+
+    assert_agree(body)
 
 
 # -- values ------------------------------------------------------------------------------------------------------------

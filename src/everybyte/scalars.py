@@ -18,18 +18,14 @@ _ACCUMULATE_GRAD = torch._C._functions.AccumulateGrad
 
 
 class Scalars:
-    """Numbers handed to ops of tensors in the call that is running.
-
-    Attributes:
-        graph_stays: Whether the backward pass that is running leaves its graph for another one.
-    """
+    """Numbers handed to ops of tensors in the call that is running."""
 
     def __init__(self, storages: Storages) -> None:
-        self.graph_stays = False
         self._storages = storages
         self._pending: list[tuple[int, str, int, int]] = []  # graph node that may keep it, op, event, bytes
         self._inside: dict[int, list[int]] = {}  # node that keeps it out of sight -> events
         self._running: int | None = None
+        self._stays = False  # what the node that is running keeps, for another backward pass
 
     def make(self, number: complex, op: str, **what: Any) -> None:
         """Records the tensor that a number becomes (bool, int64, double: `c10/core/ScalarType.h`)."""
@@ -58,10 +54,11 @@ class Scalars:
         """Notes which backward node is running. What it kept is released when it is done."""
         if self._inside or self._running is not None:
             number = node._sequence_nr() if node is not None else None
-            if self._running is not None and number != self._running and not self.graph_stays:
+            if self._running is not None and number != self._running and not self._stays:
                 for event in self._inside.pop(self._running, ()):
                     self._storages.recorder.free(event)
             self._running = number
+            self._stays = node is not None and torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 class _Token:

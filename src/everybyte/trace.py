@@ -333,7 +333,6 @@ class Trace(Run):
         inputs: Any = None,
     ) -> None:
         """`Tensor.backward`, without its own check for function modes."""
-        self._scalars.graph_stays = create_graph if retain_graph is None else retain_graph
         torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
     def adopt(self, real: torch.Tensor, op: str) -> torch.Tensor:
@@ -727,6 +726,7 @@ def _gradients(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 _COMPOSITE: Final = torch._C.DispatchKey.CompositeImplicitAutograd
 _COMPOSED: Final = torch._C.DispatchKey.CompositeExplicitAutograd
+_VIEWS: Final = torch._C.DispatchKey.ADInplaceOrView
 
 
 @cache
@@ -742,18 +742,15 @@ class _Ops(engine.DispatchMode):
         self._run = run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        op, inferring = self._run.op(func), _is_inference()
-        if inferring and _is_composite(func):  # without autograd it arrives in one piece
-            with self:
+        op = self._run.op(func)
+        if _is_inference() and _is_composite(func):  # without autograd it arrives in one piece, its views still to come
+            with self, torch._C._SetExcludeDispatchKeyGuard(_VIEWS, False):
                 return func._op_dk(_COMPOSITE, *args, **(kwargs or {}))
         if op.composed:
             with self:
                 return func._op_dk(_COMPOSED, *args, **(kwargs or {}))
         with torch._C.DisableTorchFunction():  # inside, a traced tensor is a meta tensor and says so
-            out = self._run.on_op(func, op, args, kwargs or {})
-            if inferring and func.is_view and args[0].requires_grad:  # there a view takes it over, and products ask
-                tree_map_only(torch.Tensor, torch.Tensor.requires_grad_, out)
-            return out
+            return self._run.on_op(func, op, args, kwargs or {})
 
 
 _active: Trace | None = None

@@ -65,6 +65,12 @@ def unshared() -> tuple[int, int]:
     return probe.seen
 
 
+def is_unshared(tensor: torch.Tensor) -> bool:
+    """Whether only C++ code holds a tensor; autograd's kernel, which inference mode leaves out, is one holder of it."""
+    references, of_storage = unshared()
+    return holders(tensor) == (references - torch.is_inference_mode_enabled(), of_storage)
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the tensor fills its memory without gaps or overlaps, in any order of dimensions."""
     expected = 1
@@ -167,7 +173,7 @@ class Writes:
             in_place = node is not None and node.name() in IN_PLACE[func]
             return in_place and holders(args[0])[1] == unshared()[1] and _keeps_shape(func, args)
         if node is None or caller in COMPOSITES:
-            return caller in COMPOSITES and holders(args[0]) == unshared()
+            return caller in COMPOSITES and is_unshared(args[0])
         if from_python:
             return False
         self._sums += 1
@@ -177,6 +183,6 @@ class Writes:
             and isinstance(new, torch.Tensor)
             and old.shape == new.shape
             and not torch.is_grad_enabled()
-            and holders(old) == unshared()
+            and is_unshared(old)
             and is_dense(old)
         )
