@@ -255,8 +255,9 @@ def test_what_cannot_be_traced_is_no_error_of_the_user(script, run, function, wh
         ("training_script:fails_in_a_library", "JSONDecodeError: Expecting property name"),
         ("training_script:leaves", f"{at('raise SystemExit')}: SystemExit: no data"),
         ("training_script:unwritten", f"{at('raise Not')}: NotImplementedError: the user's own\\nmessage"),
-        ("training_script:takes", "takes() missing 1 required positional argument"),
-        ("training_script:number", "'int' object is not callable"),
+        ("training_script:takes", "everybyte: takes() missing 1 required positional argument"),
+        ("training_script:number", "everybyte: 'int' object is not callable"),
+        ("lazy.py:cancelled", "lazy.py:3: CancelledError: by hand"),
         ("training_script:on_host", "put nothing on the GPU: does it ask for device='cpu'?"),
         ("training_script:bild", "training_script has no function bild; did you mean build?"),
         ("training_script:main", "training_script has no function main; what only runs as __main__ must go into one"),
@@ -275,7 +276,10 @@ def test_an_error_of_the_users_code_is_one_line_with_its_place(script, run, targ
     Path("needs_more.py").write_text("import not_there\n")
     Path("broken.py").write_text("x = 1\ndef build(:\n")
     Path("needs_data.py").write_text("import argparse\nargparse.ArgumentParser().error('no data given')\n")
-    Path("lazy.py").write_text("async def steps(): pass\ndef build(): return steps\n")
+    Path("lazy.py").write_text(
+        "async def steps(): pass\ndef build(): return steps\n"
+        "def cancelled(): import asyncio; raise asyncio.CancelledError('by hand')\n"
+    )
     code, out, err = run("trace", target)
     refused((code, out, err.splitlines(keepends=True)[-1]), why)
 
@@ -320,11 +324,47 @@ def test_no_program_is_overwritten_and_what_cannot_be_written_is_said(script, ru
         assert full.is_char_device()
 
 
+def test_files_are_written_where_the_command_was_called_wherever_the_code_goes(tmp_path, monkeypatch, run):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "script.py").write_text("import os, torch\ndef f(): os.chdir('elsewhere'); torch.zeros(4)\n")
+    monkeypatch.chdir(tmp_path)
+    assert run("trace", "script.py:f", "--parquet", "out.parquet")[0] == 0
+    assert Timeline.from_parquet(tmp_path / "out.parquet").peak_bytes == 16
+    assert not list(elsewhere.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "output", "code"),
+    [
+        (2**40, "closed pipe", 1),  # it does not fit, whether or not all of the reasons are read
+        (2**10, "closed pipe", 0),
+        (2**10, "/dev/full", 2),
+    ],
+)
+def test_an_answer_that_cannot_all_be_written_keeps_its_exit_code_or_says_so(tmp_path, nbytes, output, code):
+    (tmp_path / "script.py").write_text(f"import torch\ndef f(): torch.empty({nbytes}, dtype=torch.uint8)\n")
+    reader, writer = os.pipe()
+    os.close(reader)
+    if output == "/dev/full":
+        os.close(writer)
+        if not Path(output).exists():
+            pytest.skip("no /dev/full here")
+        writer = os.open(output, os.O_WRONLY)
+    command = [sys.executable, "-m", "everybyte", "trace", "script.py:f", "--gpu", "t4", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(writer)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.count("\n") == (code != 0)
+    assert code != 2 or done.stderr == "everybyte: the answer cannot be written: No space left on device\n"
+
+
 def test_the_whole_error_is_shown_if_asked_for_and_options_are_checked_first(script, run):
     code, out, err = run("trace", f"{script}:fails", "--traceback")
     assert (code, out) == (2, "")
     assert "Traceback" in err
     refused(run("trace", f"{script}:build", "--gpu", "a400"), "gpu='a400' is not in the table; it has")
+    refused(run("trace", f"{script}:build", "--gpu", ""), "gpu='' is not in the table; it has")
     refused(run("trace", f"{script}:build", "--steps", "0"), "the number of steps is a positive whole number, not '0'")
 
 

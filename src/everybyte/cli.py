@@ -24,26 +24,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The arguments; those of the process unless given.
     """
+    stop = None
     try:
         args = _parser().parse_args(argv)
-        answer, lines, verdict = args.command(args)
+        answer, lines, stop = args.command(args)
         _print(json.dumps(answer, indent=1, allow_nan=False) if args.json else "\n".join(lines), sys.stdout)
-        if verdict is not None:
-            raise verdict
-    except Stop as stop:
-        _print(f"everybyte: {printable(str(stop), LONGEST_LINE)}", sys.stderr)
-        return stop.code
+    except Stop as ended:
+        stop = ended
     except KeyboardInterrupt:
-        _print("everybyte: interrupted", sys.stderr)
-        return 130
-    except BrokenPipeError:  # the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+        stop = Stop(130, "interrupted")
+    if stop is None:
+        return 0
+    _print(f"everybyte: {printable(str(stop), LONGEST_LINE)}", sys.stderr)
+    return stop.code
 
 
 def _print(text: str, file: Any) -> None:
     encoding = file.encoding or "utf-8"
-    print(text.encode(encoding, "backslashreplace").decode(encoding), file=file, flush=True)
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), file=file, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # what is left in the buffer
+        if file is sys.stdout and not isinstance(error, BrokenPipeError):  # there the reader has seen enough
+            raise Stop(BAD_INPUT, f"the answer cannot be written: {error.strerror or error}") from None
 
 
 class _Parser(argparse.ArgumentParser):

@@ -79,12 +79,12 @@ def _new_file(text: str) -> Path:
     for reason, holds in reasons.items():
         if holds:
             raise argparse.ArgumentTypeError(f"{text} cannot be written: {reason}")
-    return path
+    return path.absolute()  # the code that is traced may go to another folder
 
 
 def _answer(args: argparse.Namespace) -> Answer:
     try:
-        gpu = gpus.find(args.gpu or gpus.DEFAULT)
+        gpu = gpus.find(gpus.DEFAULT if args.gpu is None else args.gpu)
     except ValueError as error:
         raise Stop(BAD_INPUT, str(error)) from None
     if args.snapshot and args.snapshot == args.parquet:
@@ -161,9 +161,9 @@ def _traced(args: argparse.Namespace, gpu: gpus.GPU) -> tuple[Trace, list[str]]:
                 remarks.append(f"{args.target} returned {what}: it was taken to have run everything")
             del step
         return run, remarks
-    except Stop:
+    except (Stop, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         if args.traceback:
             traceback.print_exc()
         ours, line = attribution.is_ours(error), attribution.line_of(error)
