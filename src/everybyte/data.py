@@ -45,6 +45,11 @@ class Batch(NamedTuple):
     future: Tensor  # (b, 10, 10)
     target: Tensor  # (b, 10)
 
+    def fit_to(self, config: TFTConfig) -> Batch:
+        """With only as many features as a model takes, the first ones; views."""
+        shapes = config.input_shapes(len(self.target)).values()
+        return Batch(*(x[..., : shape[-1]] for x, shape in zip(self, shapes, strict=True)))
+
 
 class Windows(Dataset[Batch]):
     """Consecutive windows over one table: views, so w windows take no more memory than the table's rows.

@@ -50,13 +50,15 @@ def take(
         model, optimizer = build()
         for step in run.steps(len(ways)):
             name = [*ways][step]
-            watch = _noting(loss, kept[name]) if name in kept else loss
+            watch = noting(loss, kept[name]) if name in kept else loss
             ways[name](model, optimizer, run.to_device(batch), watch)
     steps = run.timeline.without("scratch").growth_per_step()
     return steps.set_axis([*ways])[["peak", "growth"]], kept
 
 
-def _noting(loss: Loss, kept: list[Saved]) -> Loss:
+def noting(loss: Loss, kept: list[Saved]) -> Loss:
+    """The same loss, which appends to a list what its forward pass kept."""
+
     def noted(model: nn.Module, batch: Any) -> Tensor:
         made: list[Tensor] = []
         kept.append(saved(lambda: made.append(loss(model, batch)) or made[0]))

@@ -1,5 +1,5 @@
 """What theory says, as sympy expressions: LaTeX for the page, integers for the code. Imports no torch."""
 
-from . import accumulation, inference, model_state, ops, terms, tft, transformer
+from . import accumulation, inference, model_state, ops, terms, tft, tft_checkpoints, transformer
 
-__all__ = ["accumulation", "inference", "model_state", "ops", "terms", "tft", "transformer"]
+__all__ = ["accumulation", "inference", "model_state", "ops", "terms", "tft", "tft_checkpoints", "transformer"]

@@ -192,6 +192,11 @@ def parameters(config: Any) -> dict[str, Terms]:
     return {name: _by_name((w.name, w.count) for w in tensors) for name, tensors in weights(config).items()}
 
 
+def tensors(config: Any) -> Expr:
+    """How many tensors the parameters are."""
+    return sp.Add(*(w.copies for each in weights(config).values() for w in each))
+
+
 def model_state(config: Any) -> Terms:
     """Bytes that stay from step to step under Adam: parameters, gradients, two moments, step counters, buffers.
 

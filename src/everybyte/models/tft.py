@@ -536,15 +536,26 @@ def quantile_loss(forecast: Tensor, target: Tensor, quantiles: Tensor) -> Tensor
     return torch.maximum(quantiles * missed, (quantiles - 1) * missed).sum(-1).mean()
 
 
-def parameters_by_component(model: TFT) -> dict[str, int]:
+def batch_loss(model: TFT, batch: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
+    """The `quantile_loss` of a batch: the arguments of `TFT.forward` and the target."""
+    *inputs, target = batch
+    return quantile_loss(model(*inputs), target, model.quantiles)
+
+
+def parameters_by_component(model: TFT, with_gradient: bool = False) -> dict[str, int]:
     """Learnt numbers in each component, in the order of the forward pass; their sum is the model's.
 
     Names are the model's own, and a selection network shows its two parts: ``historical_selection.variables`` and
     ``historical_selection.weights``.
+
+    Args:
+        model: Any TFT.
+        with_gradient: Whether to count only those that have a gradient now.
     """
     counts: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         parts = name.split(".")
         component = ".".join(parts[:2]) if parts[0].endswith("_selection") else parts[0]
-        counts[component] = counts.get(component, 0) + parameter.numel()
+        counted = parameter.numel() if parameter.grad is not None or not with_gradient else 0
+        counts[component] = counts.get(component, 0) + counted
     return counts

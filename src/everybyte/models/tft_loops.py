@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from everybyte.models.tft import TFT, TFTConfig, quantile_loss
+from everybyte.models.tft import TFT, TFTConfig, batch_loss, quantile_loss
 
 Batch = tuple[Tensor, Tensor, Tensor, Tensor]  # static, past, future, target
 Loop = Callable[[TFT, torch.optim.Optimizer, Batch, list[Any]], None]
@@ -149,6 +149,28 @@ def readings(run: Any, config: TFTConfig, loop: Loop, batch: int, steps: int = 3
             loop(model, adam, run.to_device(host), held)
             read.append(torch.cuda.memory_allocated())
     return read
+
+
+def overfit(model: TFT, batch: Batch, steps: int, rate: float = 1e-3) -> tuple[Tensor, dict[str, bool]]:
+    """Trains on a single batch.
+
+    Args:
+        model: Trained in place.
+        batch: On the model's device.
+        steps: How many.
+        rate: Of Adam.
+
+    Returns:
+        The loss of each step, [steps], and by name of each parameter whether a bit of it has changed.
+    """
+    first = {name: p.detach().clone() for name, p in model.named_parameters()}
+    adam = torch.optim.Adam(model.parameters(), rate, foreach=False)
+    losses = []
+    for _ in range(steps):
+        loss = batch_loss(model, batch)
+        losses.append(loss.detach())
+        learn(adam, loss)
+    return torch.stack(losses), {name: not torch.equal(first[name], p) for name, p in model.named_parameters()}
 
 
 LOOPS: Mapping[str, Loop] = {
