@@ -138,6 +138,12 @@ def test_numbers_that_a_write_into_a_view_keeps_stay_with_a_graph_that_any_call_
     assert_agree(body)
 
 
+def test_a_tensor_of_no_numbers_is_no_event():
+    with eb.trace(rules="cpu") as run:
+        kept = torch.tensor([]), torch.Tensor([]), torch.tensor([[]], dtype=torch.long), torch.empty(0, 4)
+    assert len(run.timeline) == 0, kept
+
+
 # -- values ------------------------------------------------------------------------------------------------------------
 
 

@@ -338,7 +338,8 @@ class Trace(Run):
     def adopt(self, real: torch.Tensor, op: str) -> torch.Tensor:
         """A new traced tensor in the likeness of a real one, its value remembered if it is small."""
         made = self._likeness(real)
-        self.count(made, op)
+        if not self._storages.is_known(made):  # it holds something
+            self.count(made, op)
         return made
 
     def count(self, tensor: torch.Tensor, op: str) -> int:
