@@ -90,7 +90,7 @@ def test_a_quantized_model_can_be_measured():
 
 def test_a_quantized_model_is_refused_by_a_run_in_one_line():
     model = int8(Net(6, 4))
-    with pytest.raises(TypeError, match="inside measure"), eb.trace() as run:
+    with pytest.raises(TypeError, match="make it inside the block"), eb.trace() as run:
         run.to_device(model)
 
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .host import resident_bytes
+from .kinds import other_kind
 from .timeline import Timeline
 
 
@@ -108,12 +108,8 @@ class Run(ABC):
         return self._place(_host_tensor(data), "input")
 
     def _place_module(self, module: nn.Module) -> nn.Module:
-        for name, parameter in module.named_parameters():
-            if is_traceable_wrapper_subclass(parameter):
-                kind = type(parameter).__name__
-                raise TypeError(
-                    f"to_device() takes plain parameters, not {name}, a {kind}: quantize inside measure()"
-                )
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            _check_plain(tensor, f"{name}, ")
         placed: dict[int, Any] = {}  # deepcopy takes these for the copies of the tensors
         for parameter in module.parameters():
             data = self._place(parameter.detach(), "parameter")
@@ -123,11 +119,16 @@ class Run(ABC):
         return copy.deepcopy(module, placed)
 
 
+def _check_plain(tensor: torch.Tensor, name: str = "") -> None:
+    """What a tensor without plain memory is on another device, no copy of bytes says."""
+    if (kind := other_kind(tensor)) is not None:
+        raise TypeError(f"to_device() takes plain dense tensors, not {name}{kind}; make it inside the block")
+
+
 def _host_tensor(data: Any) -> torch.Tensor:
     """Looks at data in host memory as a tensor, without a copy where that is possible."""
     if isinstance(data, torch.Tensor):
-        if data.layout is not torch.strided:
-            raise TypeError(f"to_device() takes dense tensors, not one of layout {data.layout}; call .to_dense() first")
+        _check_plain(data)
         return data
     if hasattr(data, "to_numpy"):
         data = data.to_numpy()

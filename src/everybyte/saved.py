@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _CheckpointFrame
 
 from .attribution import Attribution
+from .kinds import parts
 from .trace import active, trace
 from .units import LARGEST
 
@@ -48,6 +49,7 @@ def saved(function: Callable[[], Any], rules: str | None = None) -> Saved:
         The saved storages, none of them held alive. Parameters are left out, inputs and buffers counted and labelled.
 
     Raises:
+        NotImplementedError: If what is kept is no plain tensor (sparse, nested) and does not say what it consists of.
         ValueError: If the output has no gradient graph, `rules` names other rules than those of the running trace, or
             more is kept than 2**63 - 1 bytes.
     """
@@ -188,10 +190,10 @@ def _collect(
             "return the output"
         )
     leaves = [node.variable for node in nodes if isinstance(node, _ACCUMULATE_GRAD)]
-    parameters = {_storage(leaf) for leaf in leaves if isinstance(leaf, torch.nn.Parameter)}
-    parameters |= {_storage(parameter) for module in modules for parameter in module.parameters()}
-    buffers = {_storage(buffer) for module in modules for buffer in module.buffers()}
-    inputs = {_storage(tensor) for tensor in (*leaves, *_closed_over(function))} | attribution.given
+    parameters = _storages(leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter))
+    parameters |= _storages(parameter for module in modules for parameter in module.parameters())
+    buffers = _storages(buffer for module in modules for buffer in module.buffers())
+    inputs = _storages((*leaves, *_closed_over(function))) | attribution.given
     rows: dict[int, dict[str, Any]] = {}
     parameter_bytes: dict[int, int] = {}
     kept = [*_operands(nodes), *_recomputed_from(nodes)]
@@ -215,7 +217,7 @@ def _collect(
                 "why": _why(op, operand),
                 "uses": 1,
             }
-    returned = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in outputs}
+    returned = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in parts(outputs)}
     unsaved = sum(nbytes for storage, nbytes in returned.items() if storage not in rows and storage not in parameters)
     described = Output(sum(returned.values()), unsaved, tuple(tuple(tensor.shape) for tensor in outputs))
     return Saved(tuple(rows.values()), described, sum(parameter_bytes.values()))
@@ -235,6 +237,15 @@ _ACCUMULATE_GRAD: Final = torch._C._functions.AccumulateGrad
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Storages of the plain ones, and of what the others consist of where they say it."""
+    found = set()
+    for tensor in tensors:
+        with suppress(NotImplementedError):
+            found |= {_storage(part) for part in parts([tensor])}
+    return found
 
 
 def _graph(roots: list[Any]) -> list[Any]:
@@ -309,7 +320,7 @@ def _raw_names(kind: type) -> list[str]:
 
 
 def _in(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return list(parts(leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)))
 
 
 def _surroundings(function: Any) -> dict[str, Any]:

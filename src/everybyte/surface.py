@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from types import FunctionType, GetSetDescriptorType
 from typing import Any, Final, Protocol
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 import torch.utils.checkpoint as checkpoint
 import torch.utils.data
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
@@ -27,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .attribution import user_line
 from .kernels import META
+from .kinds import runs_own_code
 from .rules import Rules
 from .values import UnknownRead, decide_sizes
 
@@ -38,6 +41,7 @@ _READS: Final = {
     torch.Tensor.__array__: torch.Tensor.numpy,
 }
 _HOST: Final = torch.device("cpu")
+_classes_are_asked: Final = torch._C._is_torch_function_enabled
 _OPTIM: Final = str(Path(torch.optim.__file__).parent)
 _DATA: Final = str(Path(torch.utils.data.__file__).parent)
 
@@ -79,6 +83,7 @@ class Tracer(Protocol):
     """What the surface needs of the trace under it."""
 
     unknown_reads: list[UnknownRead]
+    not_covered: set[str]
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a call by the path that the rules give."""
@@ -103,7 +108,7 @@ class Tracer(Protocol):
 
 
 @contextmanager
-def shown_to(run: Tracer, rules: Rules) -> Iterator[None]:
+def shown_to(run: Tracer, rules: Rules) -> Iterator[Surface]:
     """Puts the surface in place while the block lasts, and everything back as it was after it."""
     replaced = mock.patch.object
     with ExitStack() as stack:
@@ -118,6 +123,8 @@ def shown_to(run: Tracer, rules: Rules) -> Iterator[None]:
         surface = Surface(run, rules)
         hooks = torch.autograd.graph.saved_tensors_hooks
         stack.enter_context(replaced(hooks, "__init__", _under(surface, hooks.__init__)))
+        stack.enter_context(replaced(forward_ad, "enter_dual_level", _noting(run, forward_ad.enter_dual_level)))
+        stack.enter_context(replaced(torch.Tensor, "_make_wrapper_subclass", staticmethod(surface.wrapper)))
         stack.enter_context(replaced(torch, "set_default_device", surface.set_default_device))
         stack.enter_context(replaced(torch, "get_default_device", surface.get_default_device))
         if not rules.on_host:
@@ -129,7 +136,7 @@ def shown_to(run: Tracer, rules: Rules) -> Iterator[None]:
             # The generator's state is a tensor that no op makes; checkpointing keeps one for each segment.
             stack.enter_context(replaced(torch, "get_rng_state", _counting(run, torch.get_rng_state)))
         stack.enter_context(surface)
-        yield
+        yield surface
 
 
 class Surface(TorchFunctionMode):
@@ -169,6 +176,10 @@ class Surface(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if types and _classes_are_asked() and (own := [kind for kind in types if _overrides(kind)]):
+            with self:  # the code of a tensor's own class sees the device too
+                answers = (kind.__torch_function__(func, types, args, kwargs) for kind in own)
+                return next((answer for answer in answers if answer is not NotImplemented), NotImplemented)
         if self._run.unknown_reads and func in _SIZED:
             decide_sizes((*args, *kwargs.values()))
         special = self._special.get(func)
@@ -255,6 +266,18 @@ class Surface(TorchFunctionMode):
             )
         torch._C._swap_tensor_impl(tensor, other.detach().requires_grad_(tensor.requires_grad))
 
+    def in_place(self) -> AbstractContextManager[Any]:
+        """The surface for code that runs below a call, where its mode is off, or may be."""
+        return nullcontext() if self in _modes() else self
+
+    def wrapper(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """`Tensor._make_wrapper_subclass`: a tensor round traced ones is, like them, on the meta device."""
+        args = tuple(META if isinstance(arg, torch.device) and self._is_own(arg) else arg for arg in args)
+        if kwargs.get("device") is not None and self._is_own(kwargs["device"]):
+            kwargs["device"] = META
+        with torch._C.DisableTorchFunction():
+            return torch._C.TensorBase._make_wrapper_subclass(*args, **kwargs)
+
     def set_default_device(self, device: Any) -> None:
         """`torch.set_default_device`, until the block ends; None goes back to where it began."""
         self._default = self._rules.device if device is None else self._device(device)
@@ -280,7 +303,7 @@ class Surface(TorchFunctionMode):
     def _deepcopy(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Copies a storage once for all tensors in it, as on a real device: `torch/storage.py`, `__deepcopy__`."""
         tensor, memo = args
-        if not tensor.is_meta or _of_the_user_s_own(tensor):
+        if not tensor.is_meta or _of_the_user_s_own(tensor) or runs_own_code(type(tensor)):
             return self._run.call(func, args, kwargs)
         copies, address = memo.setdefault("torch", {}), tensor.untyped_storage()._cdata
         if tensor.is_leaf and id(tensor) not in memo and address not in copies:
@@ -432,6 +455,7 @@ def _of_the_user_s_own(*tensors: Any) -> bool:
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter, type(None), str, int, float, bool)
 
 
+@cache
 def _overrides(kind: type) -> bool:
     own = getattr(kind, "__torch_function__", None)
     plain = (torch._C._disabled_torch_function_impl, torch.Tensor.__torch_function__)
@@ -440,6 +464,16 @@ def _overrides(kind: type) -> bool:
 
 def _any_of_the_user_s_own(tensors: Any) -> bool:
     return _of_the_user_s_own(*tensors)
+
+
+def _noting(run: Tracer, enter: Callable[[], int]) -> Callable[[], int]:
+    """Under a dispatch mode the formulas of forward mode go out of place, too."""
+
+    def noting() -> int:
+        run.not_covered.add("forward-mode differentiation")
+        return enter()
+
+    return noting
 
 
 def _counting(run: Tracer, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

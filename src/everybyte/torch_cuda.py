@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 import torch.utils.data
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
 from .attribution import user_line
@@ -42,6 +43,7 @@ _OF_SEVERAL: Final = (
     (torch.multiprocessing, "spawn", "other processes are not traced; call the function itself, as rank 0 of 1"),
     (torch.distributed, "init_process_group", "a trace is of one process; run the script without a process group"),
     (torch.nn.parallel.DistributedDataParallel, "__init__", "a trace is of one process; use the module itself"),
+    (FakeTensorMode, "__init__", "a trace inside a trace, whose tensors take no memory; leave it out"),
     *([(_c10d, "rendezvous", "a trace is of one process; run the script without a process group")] if _c10d else []),
 )
 _OF_CUDA: Final = (

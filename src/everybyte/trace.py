@@ -23,6 +23,7 @@ from .attribution import Attribution, asking_frame, line_of_code_that, storage_o
 from .files import guarded
 from .gpus import GPU
 from .kernels import META, Plan, tensors_in
+from .kinds import has_no_memory, other_kind, runs_own_code
 from .memory_stats import MemoryStats
 from .operands import Operands
 from .rules import RULES, Rules, candle, engine
@@ -30,7 +31,7 @@ from .rules.autocast import Autocast
 from .run import Run, empty_caches_of_tensors
 from .scalars import Scalars
 from .storages import Storages
-from .surface import made_for_the_host, shown_to
+from .surface import Surface, made_for_the_host, shown_to
 from .timeline import Timeline
 from .torch_cuda import believable, refusing
 from .values import UNKNOWN, DataDependentShape, KnownValues, UnknownRead
@@ -51,6 +52,7 @@ _HEALTHY: Final = {
 """Question -> its answer for every number of a training run that goes well; data that is brought in may hold others."""
 _PACK: Final = aten._pack_padded_sequence.default
 _EMPTY: Final = aten.empty.memory_format
+_NO_META_KERNEL: Final = ("no fake impl registered", "INTERNAL ASSERT FAILED")
 _LIFT: Final = aten.lift_fresh.default
 _SPECIAL: Final = frozenset({_ITEM, _COPY, _PACK, _EMPTY, _LIFT})
 _ACCUMULATE_GRAD: Final = torch._C._functions.AccumulateGrad
@@ -216,12 +218,12 @@ class Trace(Run):
                 gpus.following(self.gpu),
                 self.attribution.following(),
                 self._autocast.acting(),
-                shown_to(self, self._rules),
                 guarded(self, self._rules.device),
                 refusing() if self.gpu is None else believable(self, self._memory_stats()),
-                _Ops(self),
             ):
                 stack.enter_context(context)
+            surface = stack.enter_context(shown_to(self, self._rules))
+            stack.enter_context(_Ops(self, surface))
             _set_active(self)
             self._exit = stack.pop_all()
         return self
@@ -383,6 +385,7 @@ class Trace(Run):
 
     def copy_to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A real tensor with a traced one's values where they are known, else with zeros, which is recorded."""
+        self._check_plain(tensor, "a copy to the host")
         real = self._known.twin(tensor)
         with torch._C._DisableTorchDispatch():
             if real is not None:
@@ -441,7 +444,7 @@ class Trace(Run):
                 kwargs = {**kwargs, "device": META}
             elif args[0].untyped_storage().resizable():  # torch.Tensor([1.0, 2.0]); not torch.from_numpy(...)
                 return self.adopt(args[0], "tensor")
-        tensors, of_host, key = op.plan.look(args, kwargs)
+        tensors, of_host, key = self._look(op, args, kwargs)
         if of_host == len(tensors) and not self._rules.on_host and kwargs.get("device") != META:
             return func(*args, **kwargs)  # the host's own, beside the device: really run, and nothing of it is counted
         if op.special:
@@ -465,7 +468,7 @@ class Trace(Run):
         except (RuntimeError, NotImplementedError) as error:
             if op.data_dependent:
                 out = self._by_value(func, args, real)
-            elif isinstance(error, NotImplementedError) or "no fake impl registered" in str(error):
+            elif isinstance(error, NotImplementedError) or any(sign in str(error) for sign in _NO_META_KERNEL):
                 raise NotImplementedError(
                     f"{user_line()}: {op.name} cannot be traced: PyTorch does not say what shape it returns on the "
                     "meta device; leave it out of the traced block, or write it in other operations"
@@ -500,6 +503,41 @@ class Trace(Run):
             self._remember(out, real)
         return out
 
+    def _look(self, op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], int, Any]:
+        """`Plan.look`; real tensors that are not plain are left to the host, if it is another device, or refused."""
+        try:
+            tensors, of_host, key = op.plan.look(args, kwargs)
+        except RuntimeError:  # one has no sizes or no strides
+            tensors, key = tensors_in(args, kwargs), None
+            of_host = sum(not tensor.is_meta for tensor in tensors)
+        if of_host and (self._rules.on_host or of_host < len(tensors)):
+            for tensor in tensors:
+                if not tensor.is_meta:
+                    self._check_plain(tensor, op.name)
+        return tensors, of_host, key
+
+    def _check_plain(self, tensor: torch.Tensor, where: str) -> None:
+        """Raises NotImplementedError if a tensor is no plain memory."""
+        if (kind := other_kind(tensor)) is not None:
+            raise NotImplementedError(
+                f"{user_line()}: {where}: {kind}, cannot be traced here; make it inside the block, of traced "
+                "tensors, or measure the run"
+            )
+
+    def check_own(self, where: str, args: Any, kwargs: Any) -> None:
+        """Before the code of a tensor's class runs: whether what it computes with comes by here.
+
+        Raises:
+            NotImplementedError: If it takes no memory in a real run either, or was made outside the trace.
+        """
+        with torch._C.DisableTorchFunction():
+            tensors = tensors_in(args, kwargs)
+            traced = any(tensor.is_meta for tensor in tensors)
+            for tensor in tensors:
+                kind = type(tensor)
+                if runs_own_code(kind) and (has_no_memory(kind) or (traced and not tensor.is_meta)):
+                    self._check_plain(tensor, where)
+
     def _at_node(self, node: Any, number: int) -> None:
         """Notes which backward node is running, its number -1 outside any, and so which phase of the run it is."""
         self._number = number
@@ -525,7 +563,12 @@ class Trace(Run):
     def _record_results(self, results: Iterable[torch.Tensor], op: _Op, node: Any) -> None:
         """Records the storages among an op's results that are new."""
         for made in results:
-            if (made.is_meta or self._rules.on_host) and not self._storages.is_known(made):
+            try:
+                new = (made.is_meta or self._rules.on_host) and not self._storages.is_known(made)
+            except NotImplementedError:  # it has no storage
+                self._check_plain(made, op.name)
+                raise
+            if new:
                 self._made.append(self._storages.record(made, op=op.name, **self._whose(node)))
 
     def _record_scratch(
@@ -595,12 +638,7 @@ class Trace(Run):
             ValueError: If a real tensor learns.
             RuntimeError: If it is on the host, no single number, and the device's kernel does not take it from there.
         """
-        if torch.is_grad_enabled() and any(not t.is_meta and t.requires_grad and t.is_leaf for t in tensors):
-            raise ValueError(
-                f"{user_line()}: a tensor that learns was made outside the trace; build the model inside the with "
-                "block, or bring it in with model = run.to_device(model)"
-            )
-
+        self._check_learners(tensors)
         many = not self._rules.on_host and any(not tensor.is_meta and tensor.dim() for tensor in tensors)
         if many and func not in _ACROSS:
             raise RuntimeError(
@@ -613,6 +651,13 @@ class Trace(Run):
             return tensor if tensor.is_meta else self._likeness(tensor)
 
         return tree_map_only(torch.Tensor, stand_in, args), tree_map_only(torch.Tensor, stand_in, kwargs)
+
+    def _check_learners(self, tensors: list[torch.Tensor]) -> None:
+        if torch.is_grad_enabled() and any(not t.is_meta and t.requires_grad and t.is_leaf for t in tensors):
+            raise ValueError(
+                f"{user_line()}: a tensor that learns was made outside the trace; build the model inside the with "
+                "block, or bring it in with model = run.to_device(model)"
+            )
 
     def _lengths(self, lengths: torch.Tensor) -> torch.Tensor:
         """The lengths of sequences to be packed, which decide how much is: their values in host memory."""
@@ -628,6 +673,7 @@ class Trace(Run):
 
     def _likeness(self, real: torch.Tensor) -> torch.Tensor:
         """A meta tensor in the likeness of a real one, or of a traced one, not yet counted."""
+        self._check_plain(real, "a copy")
         with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             copy = torch.empty_like(real, device=META)
             likeness = torch.empty_strided(copy.size(), copy.stride(), dtype=copy.dtype, device=META)
@@ -738,9 +784,10 @@ def _is_composite(func: Any) -> bool:
 class _Ops(engine.DispatchMode):
     """Hands every op that reaches a kernel to the trace."""
 
-    def __init__(self, run: Trace) -> None:
+    def __init__(self, run: Trace, surface: Surface) -> None:
         super().__init__()
         self._run = run
+        self._surface = surface
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         op = self._run.op(func)
@@ -750,6 +797,11 @@ class _Ops(engine.DispatchMode):
         if op.composed:
             with self:
                 return func._op_dk(_COMPOSED, *args, **(kwargs or {}))
+        if types and (own := [kind for kind in types if runs_own_code(kind)]):
+            self._run.check_own(op.name, args, kwargs or {})
+            with self, self._surface.in_place():  # what the code of an argument's class calls comes here again
+                answers = (kind.__torch_dispatch__(func, types, args, kwargs or {}) for kind in own)
+                return next((answer for answer in answers if answer is not NotImplemented), NotImplemented)
         with torch._C.DisableTorchFunction():  # inside, a traced tensor is a meta tensor and says so
             return self._run.on_op(func, op, args, kwargs or {})
 
