@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,7 +24,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everybyte.sweep import SweepError, collect, glued, run, worker
+from everybyte.cli import main
+from everybyte.sweep import SweepError, cluster, collect, glued, run, worker
 from everybyte.sweep.folder import Folder
 from everybyte.sweep.grid import Parameter, combinations
 
@@ -126,19 +128,24 @@ def test_a_range_is_every_step_from_its_start_to_its_end_the_end_included(start,
     [
         ({}, "the grid is empty"),
         ({"batchsize": "4"}, "did you mean 'batch_size'"),
-        ({"batch_size": "four"}, "batch_size takes whole numbers, not 'four'"),
-        ({"batch_size": "4.0"}, "batch_size takes whole numbers, not '4.0'"),
-        ({"batch_size": [4.0]}, "batch_size takes whole numbers, not 4.0"),
-        ({"batch_size": [True]}, "batch_size takes whole numbers, not True"),
-        ({"batch_size": "4,,8"}, "batch_size takes whole numbers, not ''"),
+        ({"batch_size": "four"}, "batch_size takes whole numbers of 64 bits, not 'four'"),
+        ({"batch_size": "4.0"}, "batch_size takes whole numbers of 64 bits, not '4.0'"),
+        ({"batch_size": [4.0]}, "batch_size takes whole numbers of 64 bits, not 4.0"),
+        ({"batch_size": [True]}, "batch_size takes whole numbers of 64 bits, not True"),
+        ({"batch_size": "4,,8"}, "batch_size takes whole numbers of 64 bits, not ''"),
         ({"batch_size": ""}, "batch_size gets no value"),
         ({"batch_size": []}, "batch_size gets no value"),
         ({"batch_size": "4:1"}, "holds no value"),
         ({"batch_size": "1:4:0"}, "holds no value"),
         ({"batch_size": "1:2:3:4"}, "not '1:2:3:4'"),
         ({"batch_size": "4,4"}, "gets 4 twice"),
-        ({"batch_size": "0:1000000000000"}, "are the most"),
+        ({"batch_size": "0:1000000000000"}, "more values than the 100,000"),
         ({"batch_size": "1:1000", "rate": "1:1000"}, "1,000,000 combinations"),
+        ({"batch_size": str(2**63)}, "takes whole numbers of 64 bits, not 9223372036854775808"),
+        ({"batch_size": "9" * 5000}, "takes whole numbers of 64 bits, not '999"),
+        ({"rate": "1:1e-300000000:-1e-300000000"}, "holds no value"),  # read as fractions, they fill the memory
+        ({"name": "\udcff"}, r"name takes text, not '\udcff'"),
+        ({"name": "a\0"}, r"name takes text, not 'a\x00'"),
         ({"rate": "nan"}, "rate takes numbers, not 'nan'"),
         ({"rate": "1e999"}, "rate takes numbers, not inf"),
         ({"quick": "1"}, "quick takes true or false"),
@@ -185,18 +192,45 @@ def test_a_notebook_without_parameters_is_refused(tmp_path, cells, tag, why):
         ({"jobs": 0}, "jobs is 0"),
         ({"jobs": 2, "scheduler": "tcp://127.0.0.1:1"}, "workers of its own"),
         ({"scheduler": "nowhere"}, "no scheduler's address"),
+        ({"out": "a\0b"}, "cannot be a path here"),
+        ({"out": "\udcff"}, "cannot be a path here"),
     ],
 )
 def test_options_that_will_not_do_are_refused(notebook, tmp_path, options, why):
     with pytest.raises(SweepError, match=why):
-        run(notebook, {"batch_size": [1]}, out=tmp_path / "out", **options)
+        run(notebook, {"batch_size": [1]}, **{"out": tmp_path / "out", **options})
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("asked", ["GPU=-1", "GPU=nan", "GPU=0", "=1", "GPU=one", "GPU"])
+def test_a_resource_that_no_worker_could_offer_is_refused(notebook, asked, capsys):
+    assert main(["sweep", str(notebook), "-p", "batch_size=1", "--out", "unused", "--resources", asked]) == 2
+    assert f"'{asked}' is no resource: write NAME=N" in capsys.readouterr().err
+
+
+def test_where_no_scheduler_listens_one_line_says_so_and_nothing_is_left(notebook, tmp_path, monkeypatch):
+    monkeypatch.setattr(cluster, "PATIENCE", 0.5)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        start = time.monotonic()
+        with pytest.raises(SweepError, match=rf"no Dask scheduler answers at {address}: .*refused"):
+            run(notebook, {"batch_size": [1]}, out=tmp_path / "out", scheduler=address)
+    with pytest.raises(SweepError, match=r"no Dask scheduler answers at tcp:.*:99999"):
+        run(notebook, {"batch_size": [1]}, out=tmp_path / "out", scheduler="tcp://127.0.0.1:99999")
+    assert time.monotonic() - start < 8
     assert not (tmp_path / "out").exists()
 
 
 def test_what_is_no_notebook_is_refused(tmp_path):
     (tmp_path / "text.ipynb").write_text("no notebook")
     (tmp_path / "small.md").write_text("# its source")
-    for name, why in (("text.ipynb", "is no notebook"), ("absent.ipynb", "No such file"), ("small.md", "an .ipynb")):
+    for name, why in (
+        ("", "is no notebook"),
+        ("text.ipynb", "is no notebook"),
+        ("absent.ipynb", "No such file"),
+        ("small.md", "an .ipynb"),
+    ):
         with pytest.raises(SweepError, match=why):
             run(tmp_path / name, {"batch_size": [1]}, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -276,6 +310,7 @@ def test_a_disk_that_is_full_when_a_run_ends_leaves_no_result_and_is_no_failure_
         (["4 to 16", "8"], "string", ["4 to 16", "8"]),
         (["007", "12,34", "1_000"], "string", ["007", "12,34", "1_000"]),
         ([2**63, 1], "Float64", [float(2**63), 1.0]),
+        ([10**400, 1], "string", [str(10**400), "1"]),
     ],
 )
 def test_a_column_has_the_first_type_that_takes_all_its_values(values, dtype, column):
@@ -299,13 +334,17 @@ def test_glued_values_are_read_from_each_kind_of_record():
         record("twice", "1"),
         record("twice", "2"),
         record("object", "<Thing>"),
+        record("half", r"'\ud800'"),
         display({"text/plain": "<Figure>", "image/png": "…"}, scrapbook={"name": "figure"}),
         display({"text/plain": "'no record'"}),
         display({"application/scrapbook.scrap.json+json": scrap}, scrapbook={"name": "scrap"}),
         display({"application/papermill.record+json": {"old": 0.5}}),
     ]
     found = glued.glued(nbformat.v4.new_notebook(cells=[cell]))
-    assert found == {"text": "4 to 16", "integer": 7, "twice": 2, "object": "<Thing>", "scrap": 5, "old": 0.5}
+    assert found == {"text": "4 to 16", "integer": 7, "twice": 2, "object": "<Thing>", "half": r"\ud800"} | {
+        "scrap": 5,
+        "old": 0.5,
+    }
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -59,9 +60,12 @@ def _values(text: str) -> tuple[str, str]:
 def _resources(text: str) -> dict[str, float]:
     try:
         pairs = [entry.split("=") for entry in text.split(",")]
-        return {name: float(number) for name, number in pairs}
+        found = {name.strip(): float(number) for name, number in pairs}
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no resource: write NAME=N, as in GPU=1") from None
+        found = {}
+    if not found or "" in found or not all(0 < number < math.inf for number in found.values()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no resource: write NAME=N, as in GPU=1")
+    return found
 
 
 def _sweep(args: argparse.Namespace) -> Answer:

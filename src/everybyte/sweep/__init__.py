@@ -19,7 +19,7 @@ import pandas as pd
 
 from . import cluster
 from .folder import DONE, FAILED, Folder, as_json, digest
-from .grid import SweepError, Value, Values, combinations, parameters, shown
+from .grid import SweepError, Value, Values, combinations, parameters, shown, storable
 from .worker import ENVIRONMENT, execute, outcome
 
 __all__ = ["Interrupted", "Outcome", "SweepError", "collect", "run"]
@@ -84,6 +84,9 @@ def run(
         SweepError: The sweep cannot be run as asked, or not to its end. What was finished is stored.
         Interrupted: Ctrl-C. What was finished is stored.
     """
+    for where in (notebook, out):
+        if not storable(str(where)):
+            raise SweepError(f"{str(where)!a} cannot be a path here: name it in Unicode")
     source, path = _read(Path(notebook)), Path(notebook).resolve()
     known = parameters(source, path.name)
     asked = combinations(known, grid, zipped=zipped)
@@ -180,7 +183,7 @@ def _read(path: Path) -> Any:
     except ImportError as error:
         raise SweepError(f"a sweep needs {error.name}: pip install 'everybyte[sweep]'") from None
     if path.suffix != ".ipynb":
-        other = path.with_suffix(".ipynb")
+        other = path.parent / f"{path.stem}.ipynb"
         raise SweepError(f"{path} is no notebook: name an .ipynb{f', such as {other}' * other.exists()}")
     try:
         notebook = nbformat.read(path, as_version=4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +13,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from .grid import SweepError
+
+PATIENCE = 10.0  # seconds, for a scheduler
 
 
 @contextmanager
@@ -26,8 +29,9 @@ def _connected(scheduler: str | None, jobs: int, resources: Mapping[str, float])
 
     if scheduler:
         try:
-            client = Client(scheduler, timeout="10s", set_as_default=False)
-        except (OSError, ValueError) as error:
+            _await(scheduler)
+            client = Client(scheduler, timeout=PATIENCE, set_as_default=False)
+        except (OSError, ValueError, OverflowError, TypeError) as error:  # TypeError: TLS without certificates
             raise SweepError(f"no Dask scheduler answers at {scheduler}: {error}") from None
         with client:
             yield client
@@ -51,6 +55,19 @@ def _connected(scheduler: str | None, jobs: int, resources: Mapping[str, float])
         Client(cluster, set_as_default=False) as client,
     ):
         yield client
+
+
+def _await(address: str) -> None:
+    """Waits until something answers there, at most `PATIENCE`: a client that fails takes half a minute to close."""
+    host, port = address.rpartition("://")[2].rsplit(":", 1)
+    end = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return socket.create_connection((host.strip("[]"), int(port)), timeout=PATIENCE).close()
+        except OSError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(0.2)
 
 
 def cores() -> int:

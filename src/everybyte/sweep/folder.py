@@ -189,7 +189,9 @@ class Folder:
         for key, dtype in (("status", "string"), ("error", "string"), ("seconds", "Float64"), ("notebook", "string")):
             columns[f"run.{key}"] = pd.array([row[key] for row in rows], dtype=dtype)
         for name in dict.fromkeys(name for row in rows for name in row["glued"]):
-            title = f"{name} (glued)" if name in columns else name
+            title = name
+            while title in columns:
+                title += " (glued)"
             columns[title] = column([row["glued"].get(name) for row in rows])
         return pd.DataFrame(columns)
 

@@ -34,16 +34,21 @@ def glued(notebook: Any) -> dict[str, Value]:
             found |= {key: _scalar(value) for key, value in data["application/papermill.record+json"].items()}
         elif name is not None and not any("image/" in kind for kind in data):
             found[name] = _literal("".join(next((data[kind] for kind in data if kind.endswith("text/plain")), "")))
-    return found
+    return {text(name): text(value) if isinstance(value, str) else value for name, value in found.items()}
 
 
-def _literal(text: str) -> Value:
+def text(found: str) -> str:
+    """A text as a table can hold it: half a surrogate pair as its escape."""
+    return found.encode("utf-8", "backslashreplace").decode()
+
+
+def _literal(shown: str) -> Value:
     """The value behind a repr: `'4 to 16'`, `0.25`, `np.int64(7)`."""
-    inner = _IN_NUMPY.fullmatch(text)
+    inner = _IN_NUMPY.fullmatch(shown)
     try:
-        return _scalar(ast.literal_eval(inner[1] if inner else text))
+        return _scalar(ast.literal_eval(inner[1] if inner else shown))
     except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return inner[1] if inner else text
+        return inner[1] if inner else shown
 
 
 def _scalar(value: Any) -> Value:
@@ -56,7 +61,7 @@ def column(values: Sequence[Value | None]) -> pd.api.extensions.ExtensionArray:
     for dtype, read in readers.items():
         try:
             return pd.array([None if value is None else read(value) for value in values], dtype=dtype)
-        except ValueError:
+        except (ValueError, OverflowError):
             continue
     return pd.array([None if value is None else str(value) for value in values], dtype="string")
 

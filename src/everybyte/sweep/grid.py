@@ -19,6 +19,8 @@ Values = str | Sequence[Value]
 MOST: Final = 100_000  # combinations; more is a slip of the keyboard
 _TYPES: Final[Mapping[str, type]] = {kind.__name__: kind for kind in (int, float, str, bool)}
 _NUMBER: Final = {int: re.compile(r"[+-]?\d+"), float: re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.I)}
+_DIGITS: Final = 400  # more than any number of 64 bits needs, and fewer than Python reads
+_NEVER_TEXT: Final = re.compile(r"[\0\ud800-\udfff]")  # what neither UTF-8 nor a cell of Python can hold
 _RANGE: Final = re.compile(r"([^:]+):([^:]+)(?::([^:]+))?")
 
 
@@ -50,7 +52,7 @@ class Parameter:
         try:
             found = list(self._read(given) if isinstance(given, str) else map(self._checked, given))
         except (OverflowError, csv.Error) as error:
-            raise SweepError(f"{self.name}={given!r} cannot be read: {error}") from None
+            raise SweepError(f"{self.name}={_short(given)} cannot be read: {error}") from None
         if not found:
             raise SweepError(f"{self.name} gets no value: name at least one, as in {self.name}={self.default}")
         if len(set(found)) < len(found):
@@ -61,8 +63,8 @@ class Parameter:
     def _checked(self, value: object) -> Value:
         if self.type is float and type(value) is int:
             value = float(value)
-        if type(value) is not self.type or (self.type is float and not math.isfinite(value)):
-            raise SweepError(f"{self.name} takes {_an(self.type)}, not {value!r}")
+        if type(value) is not self.type or not storable(value):
+            raise SweepError(f"{self.name} takes {_an(self.type)}, not {_short(value)}")
         return value
 
     def _read(self, text: str) -> Iterator[Value]:
@@ -71,29 +73,43 @@ class Parameter:
             if span is None:
                 yield self._one(entry)
                 continue
-            for part in filter(None, span.groups()):
-                self._one(part)
-            start, stop, step = (Fraction(part.strip()) for part in span.groups(default="1"))
+            # A float's shortest decimal is what was meant, and bounds the exponent.
+            start, stop, step = (Fraction(str(self._one(part))) for part in span.groups(default="1"))
             count = (stop - start) // step + 1 if step else 0
             if count < 1:
                 raise SweepError(f"{self.name}={entry} holds no value: a range is start:stop:step, both ends included")
             if count > MOST:
-                raise SweepError(f"{self.name}={entry} holds {count:,} values: {MOST:,} combinations are the most")
+                raise SweepError(f"{self.name}={entry} holds more values than the {MOST:,} that a sweep may")
             yield from (self.type(start + step * place) for place in range(count))
 
     def _one(self, text: str) -> Value:
         if self.type is str:
-            return text
+            return self._checked(text)
         text = text.strip()
         if self.type is bool and text.lower() in ("true", "false"):
             return text.lower() == "true"
-        if self.type in _NUMBER and _NUMBER[self.type].fullmatch(text):
+        if self.type in _NUMBER and _NUMBER[self.type].fullmatch(text) and len(text) < _DIGITS:
             return self._checked(self.type(text))
-        raise SweepError(f"{self.name} takes {_an(self.type)}, not {text!r}")
+        raise SweepError(f"{self.name} takes {_an(self.type)}, not {_short(text)}")
+
+
+def storable(value: Value) -> bool:
+    """Whether a table, and a notebook, can hold a value."""
+    match value:
+        case float():
+            return math.isfinite(value)
+        case str():
+            return not _NEVER_TEXT.search(value)
+    return -(2**63) <= value < 2**63
+
+
+def _short(value: object) -> str:
+    text = ascii(value) if isinstance(value, str) and _NEVER_TEXT.search(value) else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _an(kind: type) -> str:
-    return {int: "whole numbers", float: "numbers", str: "text", bool: "true or false"}[kind]
+    return {int: "whole numbers of 64 bits", float: "numbers", str: "text", bool: "true or false"}[kind]
 
 
 def parameters(notebook: Any, name: str) -> dict[str, Parameter]:
@@ -120,7 +136,7 @@ def parameters(notebook: Any, name: str) -> dict[str, Parameter]:
         kind = kind if kind in _TYPES.values() else None
         if kind is float and type(default) is int:
             default = float(default)
-        found[key] = Parameter(key, kind, default if type(default) is kind else None)
+        found[key] = Parameter(key, kind, default if type(default) is kind and storable(default) else None)
     if not found:
         raise SweepError(f"{name} assigns nothing in its cell tagged 'parameters': write `name: type = value` there")
     return found

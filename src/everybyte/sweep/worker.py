@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .folder import DONE, FAILED, Folder, as_json, digest
-from .glued import glued
+from .glued import glued, text
 from .grid import Value
 
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
@@ -93,7 +93,7 @@ def outcome(values: Mapping[str, Value], error: str | None, **known: Any) -> dic
     return {
         "parameters": dict(values),
         "status": FAILED if error else DONE,
-        "error": error and " ".join(error.split()),
+        "error": error and " ".join(text(error).split()),
         **dict.fromkeys(("seconds", "started", "host", "notebook", "notebook_sha256")),
         "glued": {},
         **known,
