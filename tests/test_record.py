@@ -185,6 +185,12 @@ def test_a_recording_without_provenance_is_refused(folder, capsys):
         ({"date": "2026-01-01T00:00:00"}, "has no time zone"),
         ({"date": "yesterday"}, "is no date"),
         ({"gpu": "NVIDIA GeForce RTX 9999"}, "no GPU 'NVIDIA GeForce RTX 9999' is known"),
+        ({"date": "1999-01-01T00:00:00+00:00"}, "or before 2026"),
+        ({"gpu": "NVIDIA RTX A4000 <!--"}, "no GPU 'NVIDIA RTX A4000 <!--' is known"),
+        ({"cuda": "13.0\x1b[2J"}, "control characters"),
+        ({"commit": "main"}, "'main' is no commit"),
+        ({"capability": [9, 0]}, "is of capability [8, 6], not [9, 0]"),
+        ({"total": 10**400}, "B of memory, not 1"),
         ({"gpu": "NVIDIA H200"}, "NVIDIA H200 has 150,109,945,856 B of memory, not 16,000,000,000"),
     ],
 )
@@ -205,7 +211,15 @@ def test_provenance_that_cannot_be_is_refused(folder, changes, fault):
         (lambda row: {"recorded_context": -1}, "recorded_context is -1"),
         (lambda row: {"recorded_before": None}, "recorded, but without recorded_before"),
         (lambda row: {"seconds_traced": float("nan")}, "seconds_traced is nan"),
+        (lambda row: {"seconds_traced": float("inf")}, "seconds_traced is inf"),
+        (lambda row: {"predicted_requested": row["predicted_rounded"] + 1}, "predicted_requested"),
+        (lambda row: {"predicted_reserved": row["predicted_reserved"] + 1}, "no multiple of 2,097,152 B"),
+        (lambda row: {"recorded_nvml": 2**35}, "is more than the GPU's"),
+        (lambda row: {"what": "a step\x1b[2J"}, "control characters"),
         (lambda row: {"status": "skipped"}, "no reason given"),
+        (lambda row: {"status": "skipped", "reason": "no time"}, "skipped, and yet recorded_requested"),
+        (lambda row: {"status": "skipped", "reason": "no time"}, "the timeline of no case that ran"),
+        (lambda row: {"status": "out of memory", "reason": "so", "recorded_requested": 0}, "B in its timeline"),
         (lambda row: {"status": "well"}, "status 'well'"),
         (lambda row: {"case": "tft-loop-5"}, "no case of the book"),
         (lambda row: {"case": "prefill-fused"}, "is there 2 times"),
@@ -238,6 +252,50 @@ def test_a_timeline_that_frees_what_it_never_allocated_or_is_of_another_gpu_is_r
         eb.Timeline(table, info).to_parquet(path)
         relist(folder)
         assert any(fault in found for found in recordings.faults(folder))
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ('{"gpu": "a", "gpu": "b"}', "says one thing twice, among gpu, gpu"),
+        ("[" * 100_000, "recursion"),
+        ("[]", "holds no object"),
+        (" " * 2**21, "has more than 1,048,576 B"),
+    ],
+)
+def test_provenance_that_is_hostile_json_is_refused_in_one_line(folder, text, fault):
+    (folder / "provenance.json").write_text(text)
+    (found,) = recordings.faults(folder)
+    assert fault in found
+
+
+def test_a_link_a_folder_of_another_name_and_damaged_notes_of_a_timeline_are_refused(folder, tmp_path):
+    path = folder / "gpt-eager.parquet"
+    timeline = eb.Timeline.from_parquet(path)
+    eb.Timeline(timeline.table, {**timeline.info, "figures": 5}).to_parquet(path)
+    relist(folder)
+    assert any("B, but None B in its timeline" in found for found in recordings.faults(folder))
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    other = folder.rename(tmp_path / "h200")
+    found = recordings.faults(other)
+    assert "gpt-eager.parquet: not the file that provenance.json lists" in found
+    assert "the folder of NVIDIA RTX A4000 is called a4000" in found
+
+
+def test_the_commit_is_that_of_the_library_s_own_repository(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "__file__", str(tmp_path / "src" / "record.py"))
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "record.py").touch()
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for more in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "of something else"]):
+        subprocess.run([*git, *more], check=True)
+    assert record._commit() == "unknown, copied tree"
+    for more in (["add", "."], ["commit", "-q", "-m", "the library"]):
+        subprocess.run([*git, *more], check=True)
+    assert len(record._commit()) == 40
+    (tmp_path / "src" / "record.py").write_text("changed")
+    assert record._commit().endswith("-dirty")
 
 
 def test_a_file_that_was_changed_added_or_lost_is_refused(folder):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,6 +21,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
+from torch.utils._pytree import tree_leaves
 
 from . import gpus
 from .caching import MIN_BLOCK, SMALL_SEGMENT
@@ -53,6 +56,13 @@ KEYS: Final[Mapping[str, type]] = {
     "files": dict,
 }
 """What `provenance.json` says, and in which type; `files` has the SHA-256 of each file."""
+
+
+_MOST_BYTES, _MOST_ROWS, _LONGEST_TEXT = 2**20, 1000, 1000
+_FIRST: Final = datetime(2026, 1, 1, tzinfo=UTC)  # nothing here is older
+_OF_A_DRIVER: Final = re.compile(r"[A-Za-z0-9 ./()_-]+")  # a GPU's name; pages show it
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}(-dirty)?|unknown, copied tree")
+_ONLY_RUN: Final = ("recorded", "out of memory")  # in which case there is a timeline
 
 
 @dataclass(frozen=True)
@@ -102,16 +112,31 @@ def read(folder: str | Path) -> Recording:
     """
     folder = Path(folder)
     for name in (PROVENANCE, RESULTS):
-        if not (folder / name).is_file():
+        if not _is_plain(folder / name):
             raise ValueError(f"{folder} is no recording: {name} is missing")
+        if (folder / name).stat().st_size > _MOST_BYTES:
+            raise ValueError(f"{folder} is no recording: {name} has more than {_MOST_BYTES:,} B")
     try:
-        provenance = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
+        text = (folder / PROVENANCE).read_text(encoding="utf-8")
+        provenance = json.loads(text, object_pairs_hook=_each_once)
+        if pq.read_metadata(folder / RESULTS).num_rows > _MOST_ROWS:
+            raise ValueError(f"{RESULTS} has more than {_MOST_ROWS} rows")
         results = pq.read_table(folder / RESULTS)
-    except (OSError, ValueError) as error:  # arrow's errors, and those of JSON and UTF-8, are ValueErrors
+    except (OSError, ValueError, RecursionError) as error:  # those of arrow, JSON and UTF-8 are ValueErrors
         raise ValueError(f"{folder} is no recording: {error}") from None
     if not isinstance(provenance, dict):
         raise ValueError(f"{folder} is no recording: {PROVENANCE} holds no object")
     return Recording(folder, provenance, results)
+
+
+def _is_plain(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError(f"{PROVENANCE} says one thing twice, among {', '.join(sorted(key for key, _ in pairs))[:200]}")
+    return dict(pairs)
 
 
 def stored(folder: str | Path | None = None) -> list[Recording]:
@@ -154,11 +179,16 @@ def faults(folder: str | Path) -> list[str]:
     if recording.results.schema.remove_metadata() != SCHEMA:
         wrong = [f for f in SCHEMA if f not in list(recording.results.schema)] or list(recording.results.schema)[:1]
         return [*found, f"{RESULTS}: its columns are not those of a table of results; look at {wrong[0]}"]
-    names = recording.results["case"].to_pylist()
-    for name in dict.fromkeys(names):
-        if names.count(name) > 1:
-            found.append(f"{RESULTS}: case {name!r} is there {names.count(name)} times")
-    for row in recording.rows():
+    rows = recording.rows()
+    cases_of = Counter(row["case"] for row in rows)
+    found += [f"{RESULTS}: case {name!r} is there {count} times" for name, count in cases_of.items() if count > 1]
+    if not rows:
+        found.append(f"{RESULTS}: no case")
+    ran = {f"{row['case']}.parquet" for row in rows if row["status"] in _ONLY_RUN}
+    for path in sorted(recording.folder.glob("*.parquet")):
+        if path.name not in {RESULTS, *ran}:
+            found.append(f"{path.name}: the timeline of no case that ran")
+    for row in rows:
         found += [f"{row['case']}: {fault}" for fault in _in_row(row, recording)]
     return found
 
@@ -168,30 +198,45 @@ def _in_provenance(recording: Recording) -> Iterator[str]:
     for key, kind in KEYS.items():
         if not isinstance(known.get(key), kind) or known[key] in ("", []):
             yield f"{PROVENANCE}: {key!r} is missing, or no {kind.__name__}"
+    if not all(_is_text(text) for text in tree_leaves(known) if isinstance(text, str)):
+        yield f"{PROVENANCE}: a text has control characters, or more than {_LONGEST_TEXT:,}"
+    if not _COMMIT.fullmatch(str(known.get("commit"))):
+        yield f"{PROVENANCE}: {str(known.get('commit'))[:60]!r} is no commit"
     if not isinstance(known.get("date"), str) or not isinstance(known.get("gpu"), str):
         return
     try:
         date = datetime.fromisoformat(known["date"])
         if date.tzinfo is None:
             yield f"{PROVENANCE}: the date {known['date']} has no time zone"
-        elif date > datetime.now(UTC):
-            yield f"{PROVENANCE}: the date {known['date']} lies in the future"
+        elif not _FIRST < date < datetime.now(UTC):
+            yield f"{PROVENANCE}: the date {known['date']} lies in the future, or before {_FIRST:%Y}"
     except ValueError:
         yield f"{PROVENANCE}: {known['date']!r} is no date as ISO 8601 writes it"
     try:
+        if not _OF_A_DRIVER.fullmatch(known["gpu"]):
+            raise ValueError
         gpu = gpus.find(known["gpu"])
-        # Drivers report a little more or less of the same memory; a slice of a GPU is less than half of it.
-        if isinstance(known.get("total"), int) and not 0.9 < known["total"] / gpu.total < 1.1:
-            yield f"{PROVENANCE}: {gpu.name} has {gpu.total:,} B of memory, not {known['total']:,}"
     except ValueError:
         yield f"{PROVENANCE}: no GPU {known['gpu']!r} is known; add its row to src/everybyte/gpus.csv"
+    else:
+        # Drivers report a little more or less of the same memory; a slice of a GPU is less than half of it.
+        if isinstance(known.get("total"), int) and not 9 * gpu.total < 10 * known["total"] < 11 * gpu.total:
+            yield f"{PROVENANCE}: {gpu.name} has {gpu.total:,} B of memory, not {known['total']:,}"[:300]
+        if known.get("capability") != list(gpu.capability):
+            yield f"{PROVENANCE}: {gpu.name} is of capability {list(gpu.capability)}, not {known.get('capability')}"
+        if recording.folder.resolve().name != gpu.key:
+            yield f"the folder of {gpu.name} is called {gpu.key}"
     listed = known.get("files") if isinstance(known.get("files"), dict) else {}
-    there = {path.name for path in recording.folder.glob("*.parquet")}
-    for name in sorted(there ^ listed.keys()):
-        yield f"{name}: {'not listed in ' + PROVENANCE if name in there else 'listed, but not there'}"
-    for name in sorted(there & listed.keys()):
-        if hashlib.sha256((recording.folder / name).read_bytes()).hexdigest() != listed[name]:
+    there = {path.name: path for path in recording.folder.iterdir() if path.name != PROVENANCE}
+    for name in sorted(there.keys() | listed.keys()):
+        if name not in listed or name not in there:
+            yield f"{name}: {'not listed in ' + PROVENANCE if name in there else 'listed, but not there'}"
+        elif not _is_plain(there[name]) or hashlib.sha256(there[name].read_bytes()).hexdigest() != listed[name]:
             yield f"{name}: not the file that {PROVENANCE} lists"
+
+
+def _is_text(text: str) -> bool:
+    return text.isprintable() and len(text) <= _LONGEST_TEXT
 
 
 def _in_row(row: Mapping[str, Any], recording: Recording) -> Iterator[str]:
@@ -201,30 +246,36 @@ def _in_row(row: Mapping[str, Any], recording: Recording) -> Iterator[str]:
     if row["status"] not in STATUS:
         yield f"status {row['status']!r} is none of {', '.join(STATUS)}"
         return
+    if not all(_is_text(row[name] or "") for name in ("what", "reason")):
+        yield f"a text has control characters, or more than {_LONGEST_TEXT:,}"
     numbers = {name: n for name, n in row.items() if name.startswith(("predicted_", "recorded_", "seconds_"))}
-    for name, n in numbers.items():
-        if n is not None and not n >= 0:
+    known = {name: n for name, n in numbers.items() if n is not None}
+    for name, n in known.items():
+        if not 0 <= n < (24 * 3600 if name.startswith("seconds_") else 2**63):
             yield f"{name} is {n}"
-    if row["status"] != "recorded":
-        if not row["reason"]:
-            yield f"{row['status']}, and no reason given"
+    for kind in ("predicted_", "recorded_"):
+        figures = {name.removeprefix(kind): n for name, n in known.items() if name.startswith(kind)}
+        yield from _in_figures(figures, kind, recording)
+    if row["status"] != "recorded" and not row["reason"]:
+        yield f"{row['status']}, and no reason given"
+    if row["status"] not in _ONLY_RUN:
+        recorded = [name for name in known if name.startswith("recorded_")]
+        if recorded:
+            yield f"{row['status']}, and yet {', '.join(recorded)}"
         return
-    missing = [name for name, n in numbers.items() if n is None and name != "recorded_nvml"]
+    missing = [name for name in numbers if name not in known and name != "recorded_nvml"]
     if missing:
-        yield f"recorded, but without {', '.join(missing)}"
+        yield f"{row['status']}, but without {', '.join(missing)}"
         return
-    yield from _in_figures({name.removeprefix("recorded_"): n for name, n in numbers.items()}, recording)
     path = recording.folder / f"{row['case']}.parquet"
     try:
-        timeline = Timeline.from_parquet(path)
-    except (ValueError, OSError) as error:
+        yield from _in_timeline(Timeline.from_parquet(path), row, recording)
+    except (ValueError, OSError, OverflowError) as error:
         yield f"its timeline cannot be read: {error}"
-        return
-    yield from _in_timeline(timeline, row, recording)
 
 
-def _in_figures(n: Mapping[str, int], recording: Recording) -> Iterator[str]:
-    total = recording.provenance.get("total")
+def _in_figures(n: Mapping[str, int], kind: str, recording: Recording) -> Iterator[str]:
+    total = recording.provenance.get("total") if kind == "recorded_" else None
     for less, more in (
         ("requested", "rounded"),
         ("rounded", "allocated"),
@@ -233,14 +284,14 @@ def _in_figures(n: Mapping[str, int], recording: Recording) -> Iterator[str]:
         ("allocated", "reserved"),
         ("context", "driver"),
     ):
-        if n[less] > n[more]:
-            yield f"{less} {n[less]:,} B is more than {more} {n[more]:,} B"
+        if n.get(less, 0) > n.get(more, 2**63):
+            yield f"{kind}{less} {n[less]:,} B is more than {more} {n[more]:,} B"
     for name, unit in (("rounded", MIN_BLOCK), ("allocated", MIN_BLOCK), ("reserved", SMALL_SEGMENT)):
-        if n[name] % unit:
-            yield f"{name} {n[name]:,} B is no multiple of {unit:,} B"
-    for name in ("reserved", "driver"):
-        if isinstance(total, int) and n[name] > total:
-            yield f"{name} {n[name]:,} B is more than the GPU's {total:,} B"
+        if n.get(name, 0) % unit:
+            yield f"{kind}{name} {n[name]:,} B is no multiple of {unit:,} B"
+    for name in ("reserved", "driver", "nvml"):
+        if name in n and isinstance(total, int) and n[name] > total:
+            yield f"{kind}{name} {n[name]:,} B is more than the GPU's {total:,} B"[:300]
 
 
 def _in_timeline(timeline: Timeline, row: Mapping[str, Any], recording: Recording) -> Iterator[str]:
@@ -267,7 +318,7 @@ def _in_timeline(timeline: Timeline, row: Mapping[str, Any], recording: Recordin
     ):
         if row[f"recorded_{name}"] != n:
             yield f"{name} is {row[f'recorded_{name}']:,} B, but {n:,} B in its timeline"
-    figures = info.get("figures") or {}
+    figures = info.get("figures") if isinstance(info.get("figures"), dict) else {}
     for name in (*BESIDE, "allocated", "reserved"):
         if figures.get(name) != row[f"recorded_{name}"]:
             yield f"{name} is {row[f'recorded_{name}']} B, but {figures.get(name)} B in its timeline"

@@ -53,7 +53,7 @@ def _record(args: argparse.Namespace) -> Answer:
 def _check(folder: Path) -> Answer:
     faults = record.check(folder)
     lines = [printable(fault, LONGEST_LINE) for fault in faults] or [f"{folder}: nothing speaks against it"]
-    stop = Stop(NO, f"{folder} is refused, for {len(faults):,} reasons") if faults else None
+    stop = Stop(NO, f"{folder} is refused, for {len(faults):,} reason{'s' * (len(faults) > 1)}") if faults else None
     return {"schema": SCHEMA, "faults": faults}, lines, stop
 
 
