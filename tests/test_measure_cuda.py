@@ -163,6 +163,17 @@ def test_a_history_with_too_little_room_is_an_error_that_says_what_to_do(monkeyp
         gpu.before = [entry("alloc", 2**41, 8192)]
 
 
+def test_a_history_that_the_body_turns_off_or_begins_anew_is_an_error_and_no_number(monkeypatch):
+    gpu = FakeGPU(monkeypatch)
+    with pytest.raises(RuntimeError, match="turned off or begun anew in the block"), eb.measure(device="cuda"):
+        torch.cuda.memory._record_memory_history(None)
+    gpu.edit = lambda trace: trace.__delitem__(slice(0, len(trace) // 2))  # as PyTorch forgets what came before
+    with pytest.raises(RuntimeError, match="turned off or begun anew in the block"):
+        measured("cuda")
+    assert not gpu.history_on
+    assert not torch.utils._device.CURRENT_DEVICE
+
+
 def test_new_tensors_are_put_on_the_gpu_but_the_optimizer_s_counters_and_what_data_sets_make(monkeypatch):
     FakeGPU(monkeypatch)
     with eb.measure(device="cuda"):

@@ -100,6 +100,7 @@ class CudaMeasurement(Measurement):
 
     def _end(self) -> None:
         torch.cuda.synchronize(self._index)
+        self._kept_on = torch._C._cuda_isHistoryEnabled()
         self._free, self._total = torch.cuda.mem_get_info(self._index)
         self._reserved = torch.cuda.memory_reserved(self._index)
         self._peaks = torch.cuda.max_memory_allocated(self._index), torch.cuda.max_memory_reserved(self._index)
@@ -125,6 +126,11 @@ class CudaMeasurement(Measurement):
         events = snapshot.traces[self._index]
         reader = _HistoryReader(self._attribution, self._labels, self.device, events, self._kept)
         timeline = self._timeline_of(reader)
+        if reader.lost or not self._kept_on:
+            raise RuntimeError(
+                "the memory history was turned off or begun anew in the block, and lost some of this run: "
+                "leave torch.cuda.memory._record_memory_history alone there; measure() keeps its own"
+            )
         self.unattributed = reader.unattributed
         if any(event.action == "oom" for event in events):
             failed = snapshot.compare(self._index).out_of_memory[-1]
@@ -163,7 +169,7 @@ class _HistoryReader(Reader):
         kept: Iterable[int],
     ) -> None:
         super().__init__(attribution, labels, device)
-        self.unattributed = self.workspace = 0
+        self.unattributed = self.workspace = self.lost = 0
         self._name, self._events, self._next = device, events, 0
         self._lines: dict[int, str] = {}  # by identity: a history shares its stacks
         self._positions: Mapping[tuple[bool, int], list[int]] = defaultdict(list)
@@ -186,6 +192,7 @@ class _HistoryReader(Reader):
         if memory.device != self._device or not memory.alloc_size:
             return
         positions = self._positions[memory.alloc_size > 0, memory.ptr]
+        self.lost += memory.alloc_size > 0 and not positions
         found = bisect_left(positions, self._next)
         if found == len(positions):
             return
