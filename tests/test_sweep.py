@@ -334,6 +334,7 @@ def test_glued_values_are_read_from_each_kind_of_record():
         record("twice", "1"),
         record("twice", "2"),
         record("object", "<Thing>"),
+        record("yes", "np.True_"),
         record("half", r"'\ud800'"),
         display({"text/plain": "<Figure>", "image/png": "…"}, scrapbook={"name": "figure"}),
         display({"text/plain": "'no record'"}),
@@ -341,10 +342,8 @@ def test_glued_values_are_read_from_each_kind_of_record():
         display({"application/papermill.record+json": {"old": 0.5}}),
     ]
     found = glued.glued(nbformat.v4.new_notebook(cells=[cell]))
-    assert found == {"text": "4 to 16", "integer": 7, "twice": 2, "object": "<Thing>", "half": r"\ud800"} | {
-        "scrap": 5,
-        "old": 0.5,
-    }
+    texts = {"text": "4 to 16", "object": "<Thing>", "half": r"\ud800"}
+    assert found == texts | {"integer": 7, "yes": True, "twice": 2, "scrap": 5, "old": 0.5}
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ def text(found: str) -> str:
 
 def _literal(shown: str) -> Value:
     """The value behind a repr: `'4 to 16'`, `0.25`, `np.int64(7)`."""
+    shown = {"np.True_": "True", "np.False_": "False"}.get(shown, shown)
     inner = _IN_NUMPY.fullmatch(shown)
     try:
         return _scalar(ast.literal_eval(inner[1] if inner else shown))
