@@ -69,8 +69,10 @@ refresh: $(INSTALLED)  ## re-execute the notebooks and store their outputs and t
 	@$(PRESS) refresh
 	@$(BIN)/python book/claims_page.py
 
-train: $(INSTALLED)  ## train the narrow model on the full file (long) and store the results
+train: export OMP_NUM_THREADS = 1
+train: $(INSTALLED)  ## train the narrow model, trace which cards hold the full one (long), and store the results
 	@$(BIN)/python -m everybyte.training
+	@$(BIN)/python -m everybyte.cards
 
 recordings: $(INSTALLED)  ## compare the public recordings in EVERYBYTE_SNAPSHOTS anew and store the outcome
 	@$(BIN)/python -m everybyte.recorded $${EVERYBYTE_SNAPSHOTS:?names no folder with the six files; the chapter Against real GPUs says where they are}

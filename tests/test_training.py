@@ -41,7 +41,8 @@ def test_training_repeats_itself_and_leaves_the_global_generator_alone(split, tr
     before = torch.random.get_rng_state()
     again = training.train(TINY, QUICK, split.train, progress=False)
     assert torch.equal(before, torch.random.get_rng_state())
-    pd.testing.assert_frame_equal(trained.losses, again.losses, check_exact=True)
+    told = ["kind", "epoch", "step", "loss"]
+    pd.testing.assert_frame_equal(trained.losses[told], again.losses[told], check_exact=True)
     other = training.train(TINY, replace(QUICK, seed=1, epochs=1), split.train, progress=False)
     assert other.losses["loss"][0] != trained.losses["loss"][0]
 
@@ -165,26 +166,55 @@ def stored() -> pd.DataFrame:
 def test_stored_training_is_the_one_its_provenance_describes(stored):
     entry = json.loads((STORED / "provenance.json").read_text())[training.STORED]
     assert entry["sha256"] == hashlib.sha256((STORED / training.STORED).read_bytes()).hexdigest()
-    assert sorted(stored.query("kind == 'validation'")["seed"]) == entry["seeds"]
-    steps = stored.query("kind == 'train'").groupby(["seed", "epoch"]).size()
-    assert len(steps) == len(entry["seeds"]) * entry["settings"]["epochs"]
-    assert steps.nunique() == 1
+    runs = stored.query("kind == 'validation'").groupby("batch_size")["seed"].apply(sorted)
+    assert {str(size): seeds for size, seeds in runs.items()} == entry["seeds"]
+    assert sorted(runs.index) == list(training.BATCH_SIZES)
+    steps = stored.query("kind == 'train'").groupby(["batch_size", "seed", "epoch"]).size()
+    assert len(steps) == runs.map(len).sum() * entry["settings"]["epochs"]
+    assert (steps.groupby("batch_size").nunique() == 1).all()
+    recipe = training.Recipe(**entry["settings"])
+    rates = {str(size): recipe.at(size).learning_rate for size in training.BATCH_SIZES}
+    assert rates == entry["learning_rates"] and rates["8"] == pytest.approx(recipe.learning_rate / 2)
 
 
-def test_every_stored_seed_beats_the_trivial_forecast_on_the_validation_part(stored):
+def test_every_stored_seed_beats_the_trivial_forecast_at_every_batch_size(stored):
     pytest.importorskip("talib")
     parts = data.tft_windows(STORED / "sp500.parquet", training.NARROW)  # computed anew, not believed
     trivial = training.trivial_loss(parts.train, parts.validation, training.NARROW.quantiles)
     assert stored.query("kind == 'trivial'")["loss"].item() == pytest.approx(trivial, rel=1e-5)
-    losses = stored.query("kind == 'validation'").set_index("seed")["loss"]
-    assert len(losses) >= 3
+    losses = stored.query("kind == 'validation'").set_index(["batch_size", "seed"])["loss"]
+    assert set(losses.index) >= {(8, 0), (16, 0), (32, 0), (32, 1), (32, 2), (64, 0)}
     assert (losses < trivial).all(), losses.to_dict()
 
 
 def test_stored_epoch_was_chosen_by_held_out_windows_not_by_validation(stored):
-    held_out = stored.query("kind == 'held out'").pivot(index="epoch", columns="seed", values="loss")
-    chosen = stored.query("kind == 'validation'").set_index("seed")["epoch"]
+    held_out = stored.query("kind == 'held out'").pivot(index="epoch", columns=["batch_size", "seed"], values="loss")
+    chosen = stored.query("kind == 'validation'").set_index(["batch_size", "seed"])["epoch"]
     assert held_out.idxmin().to_dict() == chosen.to_dict()
+
+
+def test_first_steps_run_again_are_those_stored_and_their_peak_the_one_stored(stored):
+    pytest.importorskip("talib")
+    windows = data.tft_windows(STORED / "sp500.parquet", training.NARROW).train
+    recipe = training.Recipe().at(8)
+    was = stored.query("kind == 'train' and batch_size == 8 and seed == 0 and epoch == 0")["loss"].to_numpy()
+    again = training.first_steps(training.NARROW, recipe, windows, 2)
+    assert [step.loss for step in again] == pytest.approx(was[:2], rel=training.RERUN_BAND)
+    peak = stored.query("kind == 'traced' and batch_size == 8")["memory"].unique()
+    assert peak == [training.traced(training.NARROW, recipe, windows).peak_bytes]
+
+
+def test_first_steps_are_those_of_the_whole_training(split, trained):
+    again = training.first_steps(TINY, QUICK, split.train, 3)
+    losses = trained.losses.query("kind == 'train'")["loss"]
+    assert [step.loss for step in again] == losses[:3].tolist()
+
+
+def test_stored_memory_never_falls_and_is_above_what_is_traced(stored):
+    for (_, _), run in stored.query("kind != 'trivial'").groupby(["batch_size", "seed"]):
+        resident = run.query("kind == 'train'")["memory"]
+        assert resident.is_monotonic_increasing
+        assert resident.iloc[-1] > run.query("kind == 'traced'")["memory"].item()
 
 
 def test_threads_are_given_back_even_after_an_error():
@@ -195,7 +225,3 @@ def test_threads_are_given_back_even_after_an_error():
         raise RuntimeError
     assert torch.get_num_threads() == 2
     torch.set_num_threads(before)
-
-
-def test_slice_is_at_most_300_windows():
-    assert training.SLICE_TRAIN + training.SLICE_VALIDATION <= 300

@@ -1,18 +1,22 @@
 """Trains a TFT and says, step by step, what it costs in memory and what it forecasts.
 
-`fit` is the loop of every chapter. ``python -m everybyte.training`` (``make train``) is the long work behind one of
-them: the narrow model on the full file, over several seeds, until it beats the trivial forecast or does not.
+`fit` is the loop of every chapter. ``python -m everybyte.training`` (``make train``) is the long work behind two of
+them: the narrow model on the full file, at several batch sizes and seeds, until it beats the trivial forecast or not.
 """
 
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +24,12 @@ import pandas as pd
 import torch
 from torch import nn
 
-from everybyte.data import Batch, Split, Windows, record, tft_windows
+from everybyte.data import Batch, Windows, record, tft_windows
 from everybyte.host import peak_resident_bytes
 from everybyte.models.tft import TFT, TFTConfig, quantile_loss
+from everybyte.models.tft_selection import grouped_state
+from everybyte.timeline import Timeline
+from everybyte.trace import trace
 from everybyte.units import format_bytes
 
 NARROW = TFTConfig(hidden=32, heads=4, dropout=0.0)
@@ -39,7 +46,7 @@ class Recipe:
 
     seed: int = 0  # of the weights, the order of the windows and the dropout
     batch_size: int = 32
-    epochs: int = 5  # at most; the weights of the best epoch on the held-out windows are kept
+    epochs: int = 3  # at most; the weights of the best epoch on the held-out windows are kept
     stride: int = 4  # every 4th window: neighbours share 49 of their 50 bars, and four times the work adds little
     learning_rate: float = 3e-3
     weight_decay: float = 1e-2  # AdamW's
@@ -56,6 +63,12 @@ class Recipe:
         for name in ("learning_rate", "clip"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} trains nothing: give a number above 0")
+
+    def at(self, batch_size: int) -> Recipe:
+        """The recipe for another batch size: Adam's learning rate goes with its square root (arXiv 2205.10287)."""
+        return replace(
+            self, batch_size=batch_size, learning_rate=self.learning_rate * (batch_size / self.batch_size) ** 0.5
+        )
 
 
 @dataclass(frozen=True)
@@ -188,13 +201,35 @@ class Trained:
 
     Attributes:
         model: with the weights of the epoch that did best on the held-out windows.
-        losses: one row a step or an evaluation: kind (``"train"`` | ``"held out"``), epoch, step, loss.
+        losses: one row a step or an evaluation: kind (``"train"`` | ``"held out"``), epoch, step, loss, memory (as
+            `Step` has it), and seconds, those of the processor since the training began.
         epoch: the chosen one.
     """
 
     model: TFT
     losses: pd.DataFrame
     epoch: int
+
+
+def begin(
+    config: TFTConfig, recipe: Recipe, learn: Windows
+) -> tuple[TFT, torch.optim.Optimizer, Callable[[], Iterator[Batch]]]:
+    """A model that gives the trivial forecast, its optimizer, and what makes the batches of the next epoch.
+
+    Sets the global random generator, which goes on to draw the dropout.
+    """
+    torch.manual_seed(recipe.seed)
+    model = TFT(config)
+    start_trivially(model, learn)
+    optimizer = torch.optim.AdamW(model.parameters(), recipe.learning_rate, weight_decay=recipe.weight_decay)
+    order = torch.Generator().manual_seed(recipe.seed)
+    return model, optimizer, lambda: learn.batches(recipe.batch_size, shuffle=order)
+
+
+def parts(config: TFTConfig, recipe: Recipe, windows: Windows) -> tuple[Windows, Windows]:
+    """The windows that a recipe learns from, and those that choose its epoch."""
+    learn, held_out = hold_out(windows, recipe.held_out, config.horizon)
+    return learn.part(step=recipe.stride), held_out.part(step=recipe.stride)
 
 
 def train(config: TFTConfig, recipe: Recipe, windows: Windows, progress: bool = True) -> Trained:
@@ -209,53 +244,85 @@ def train(config: TFTConfig, recipe: Recipe, windows: Windows, progress: bool = 
         windows: what to learn from.
         progress: show a bar for each epoch.
     """
-    learn, held_out = hold_out(windows, recipe.held_out, config.horizon)
-    learn, held_out = learn.part(step=recipe.stride), held_out.part(step=recipe.stride)
-    rows: list[dict] = []
+    learn, held_out = parts(config, recipe, windows)
+    began, rows = time.process_time(), []
     best, chosen, weights = float("inf"), 0, {}
+
+    def note(kind: str, step: Step) -> None:
+        seconds = time.process_time() - began
+        row = {"kind": kind, "epoch": epoch, "step": step.number, "loss": step.loss, "memory": step.memory}
+        rows.append(row | {"seconds": seconds})
+
     with one_thread(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(recipe.seed)
-        model = TFT(config)
-        start_trivially(model, learn)
-        optimizer = torch.optim.AdamW(model.parameters(), recipe.learning_rate, weight_decay=recipe.weight_decay)
-        order = torch.Generator().manual_seed(recipe.seed)
+        model, optimizer, batches = begin(config, recipe, learn)
+        count = -(-len(learn) // recipe.batch_size)
         for epoch in range(recipe.epochs):
-            batches = learn.batches(recipe.batch_size, shuffle=order)
-            steps = fit(model, batches, optimizer, recipe.clip, progress, -(-len(learn) // recipe.batch_size))
-            rows += [{"kind": "train", "epoch": epoch, "step": step.number, "loss": step.loss} for step in steps]
-            loss = evaluate(model, held_out)
-            rows.append({"kind": "held out", "epoch": epoch, "step": len(steps), "loss": loss})
+            fit(model, batches(), optimizer, recipe.clip, progress, count, lambda step: note("train", step))
+            loss = evaluate(model, held_out, recipe.batch_size)
+            note("held out", Step(count, loss, *_peak(torch.device("cpu"))))
             if loss < best:
                 best, chosen, weights = loss, epoch, copy.deepcopy(model.state_dict())
     model.load_state_dict(weights)
     return Trained(model, pd.DataFrame(rows), chosen)
 
 
-SLICE_TRAIN, SLICE_VALIDATION = 128, 44
-"""Windows of the slice that a chapter re-runs, in about 10 s on one core; at most 300 in all."""
-
-SLICE_BAND = 1e-3
-"""Largest relative difference between a re-run slice and the stored one: another processor, over 4 Adam steps."""
+RERUN_BAND = 1e-3
+"""Largest relative difference between the first steps as stored and run again: another processor, over 4 Adam steps."""
 
 
-def run_slice(split: Split, recipe: Recipe = Recipe(), progress: bool = True) -> pd.DataFrame:
-    """A piece of the training small enough to repeat: one pass over the first windows, then the first to validate.
+def first_steps(config: TFTConfig, recipe: Recipe, windows: Windows, count: int = 4) -> list[Step]:
+    """The first steps of `train` and no more: what a stored training is compared with, in seconds."""
+    learn, _ = parts(config, recipe, windows)
+    with one_thread(), torch.random.fork_rng(devices=[]):
+        model, optimizer, batches = begin(config, recipe, learn)
+        return fit(model, islice(batches(), count), optimizer, recipe.clip, progress=False)
 
-    Returns:
-        One row a step, then one for validation: kind (``"slice train"`` | ``"slice validation"``), epoch, step, loss.
+
+def losses(
+    config: TFTConfig,
+    batches: Iterable[Batch],
+    change: Callable[[TFT], TFT] = lambda model: model,
+    parts: int = 1,
+    learning_rate: float = 1e-3,
+) -> torch.Tensor:
+    """Of a step on each batch, in double precision, so that variants of a model can be compared: [steps].
+
+    Args:
+        config: the model; the weights are those of the looping selection, whichever this one is.
+        batches: one a step.
+        change: done to the model first.
+        parts: each batch is worked off in so many, whose gradients add up to the batch's.
+        learning_rate: Adam's.
     """
-    learn = split.train.part(stop=SLICE_TRAIN)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(recipe.seed)
-        model = TFT(NARROW)
-    start_trivially(model, learn)
-    optimizer = torch.optim.AdamW(model.parameters(), recipe.learning_rate, weight_decay=recipe.weight_decay)
-    total = -(-len(learn) // recipe.batch_size)
-    with one_thread():
-        steps = fit(model, learn.batches(recipe.batch_size), optimizer, recipe.clip, progress, total)
-        loss = evaluate(model, split.validation.part(stop=SLICE_VALIDATION))
-    rows = [{"kind": "slice train", "epoch": 0, "step": step.number, "loss": step.loss} for step in steps]
-    return pd.DataFrame([*rows, {"kind": "slice validation", "epoch": 0, "step": total, "loss": loss}])
+    with one_thread(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        weights = TFT(replace(config, selection_compute="loop")).state_dict()
+        model = TFT(config)
+        model.load_state_dict(grouped_state(weights) if config.selection_compute == "grouped" else weights)
+        model, found = change(model.double()), []
+        optimizer = torch.optim.Adam(model.parameters(), learning_rate)
+        torch.manual_seed(0)
+        for batch in batches:
+            found.append(torch.zeros((), dtype=torch.double))
+            for *inputs, target in zip(*(x.double().chunk(parts) for x in batch), strict=True):
+                loss = quantile_loss(model(*inputs), target, model.quantiles) * (len(target) / len(batch.target))
+                loss.backward()
+                found[-1] += loss.detach()
+            optimizer.step()
+            optimizer.zero_grad()
+    return torch.stack(found)
+
+
+def traced(config: TFTConfig, recipe: Recipe, windows: Windows) -> Timeline:
+    """Two steps of a recipe's training, traced by a CPU's rules: what lives in them is its whole memory curve."""
+    learn, _ = parts(config, recipe, windows)
+    batch = next(learn.batches(recipe.batch_size))
+    with one_thread(), trace(rules="cpu") as run:
+        model = TFT(config)
+        optimizer = torch.optim.AdamW(model.parameters(), recipe.learning_rate, weight_decay=recipe.weight_decay)
+        for _ in run.steps(2):
+            train_step(model, optimizer, run.to_device(batch), recipe.clip)
+    return run.timeline.without("scratch")
 
 
 @contextmanager
@@ -297,26 +364,67 @@ class _NoBar(AbstractContextManager["_NoBar"]):
     def update(self) -> None: ...
 
 
-def make(folder: Path, seeds: Iterable[int] = (0, 1, 2), recipe: Recipe = Recipe()) -> pd.DataFrame:
-    """Trains the narrow model on ``sp500.parquet`` and stores every loss in ``narrow_training.parquet``.
+BATCH_SIZES = (8, 16, 32, 64)
+STORED = "narrow_training.parquet"
 
-    Kinds beside those of `train` and `run_slice`: ``"validation"``, the chosen epoch's loss on all validation windows;
-    ``"trivial"``, the loss there of the training part's empirical quantiles, which no epoch or seed changes.
 
-    Returns:
-        The stored table: kind, seed, epoch, step, loss.
+def run_once(folder: Path, recipe: Recipe) -> pd.DataFrame:
+    """One training of the narrow model on the full file; beside `Trained.losses` what `make` says.
+
+    To be run in a process of its own: the largest resident set is that of all that a process has done.
     """
     split = tft_windows(folder / "sp500.parquet", NARROW)
-    tables = []
-    for seed in seeds:
-        trained = train(NARROW, replace(recipe, seed=seed), split.train)
-        loss = evaluate(trained.model, split.validation)
-        row = {"kind": "validation", "epoch": trained.epoch, "step": 0, "loss": loss}
-        tables.append(pd.concat([trained.losses, pd.DataFrame([row])]).assign(seed=seed))
+    trained = train(NARROW, recipe, split.train, progress=False)
+    began = time.process_time()
+    with one_thread():
+        loss = evaluate(trained.model, split.validation, recipe.batch_size)
+    row = {"kind": "validation", "epoch": trained.epoch, "step": 0, "loss": loss}
+    last = row | {"memory": peak_resident_bytes(), "seconds": time.process_time() - began}
+    step = {"kind": "traced", "epoch": 0, "step": 1, "memory": traced(NARROW, recipe, split.train).peak_bytes}
+    return pd.concat([trained.losses, pd.DataFrame([last, step])]).assign(
+        batch_size=recipe.batch_size, seed=recipe.seed
+    )
+
+
+def make(
+    folder: Path,
+    seeds: Iterable[int] = (0, 1, 2),
+    batch_sizes: Iterable[int] = BATCH_SIZES,
+    recipe: Recipe = Recipe(),
+    workers: int = 2,
+) -> pd.DataFrame:
+    """Trains the narrow model on ``sp500.parquet`` and stores every loss in ``narrow_training.parquet``.
+
+    Kinds beside those of `train`: ``"validation"``, the chosen epoch's loss on all validation windows; ``"trivial"``,
+    the loss there of the training part's empirical quantiles, which no epoch, batch size or seed changes;
+    ``"traced"``, no loss, and as memory the traced peak of a step.
+
+    Args:
+        folder: has ``sp500.parquet``; the result goes there.
+        seeds: one training each,
+        batch_sizes: at each of these.
+        recipe: for one batch size; `Recipe.at` makes the others of it.
+        workers: trainings at a time, each in a process and on a thread of its own.
+
+    Returns:
+        The stored table: kind, batch_size, seed, epoch, step, loss, memory, seconds.
+    """
+    recipes = [replace(recipe.at(size), seed=seed) for seed, size in product(seeds, batch_sizes)]
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=spawn, max_tasks_per_child=1) as pool:
+        return store(folder, pool.map(run_once, [folder] * len(recipes), recipes), recipe)
+
+
+def store(folder: Path, tables: Iterable[pd.DataFrame], recipe: Recipe) -> pd.DataFrame:
+    """Writes trainings, one table each, beside the trivial forecast, and notes where they come from."""
+    split = tft_windows(folder / "sp500.parquet", NARROW)
     trivial = trivial_loss(split.train, split.validation, NARROW.quantiles)
-    tables.append(pd.DataFrame([{"kind": "trivial", "epoch": 0, "step": 0, "loss": trivial, "seed": 0}]))
-    tables.append(run_slice(split, recipe).assign(seed=recipe.seed))
-    table = pd.concat(tables, ignore_index=True)[["kind", "seed", "epoch", "step", "loss"]]
+    trained = pd.concat(tables)
+    seeds = {str(size): sorted(set(run)) for size, run in trained.groupby("batch_size")["seed"]}
+    none = dict.fromkeys(("batch_size", "seed", "epoch", "step"), 0)
+    rows = pd.DataFrame([{"kind": "trivial", "loss": trivial, **none}])
+    columns = ["kind", "batch_size", "seed", "epoch", "step", "loss", "memory", "seconds"]
+    table = pd.concat([trained, rows], ignore_index=True)[columns].astype({"memory": "Int64"})
     table.to_parquet(folder / STORED, index=False)
     record(
         folder,
@@ -325,11 +433,13 @@ def make(folder: Path, seeds: Iterable[int] = (0, 1, 2), recipe: Recipe = Recipe
             "source": "sp500.parquet",
             "made_by": "python -m everybyte.training",
             "made_on": datetime.now(UTC).date().isoformat(),
-            "content": "losses in units of target, the standard deviation of the training part's log returns",
+            "content": "losses in units of target, the standard deviation of the training part's log returns; memory "
+            "in bytes: the process's largest resident set, or traced; seconds of processor time",
             "target_scale": split.train.target_scale,
             "windows": {"train": len(split.train), "validation": len(split.validation)},
             "settings": {name: value for name, value in asdict(recipe).items() if name != "seed"},
-            "seeds": list(seeds),
+            "learning_rates": {size: recipe.at(int(size)).learning_rate for size in seeds},
+            "seeds": seeds,
             "model": {"hidden": NARROW.hidden, "heads": NARROW.heads, "dropout": NARROW.dropout},
             "threads": 1,
             "versions": {name: metadata.version(name) for name in ("torch", "numpy", "TA-Lib")},
@@ -337,8 +447,6 @@ def make(folder: Path, seeds: Iterable[int] = (0, 1, 2), recipe: Recipe = Recipe
     )
     return table
 
-
-STORED = "narrow_training.parquet"
 
 if __name__ == "__main__":
     where = Path(sys.argv[1] if len(sys.argv) > 1 else "notebooks/data")

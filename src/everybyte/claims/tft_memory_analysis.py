@@ -79,9 +79,9 @@ def peak(batch: int = 8) -> int:
     return start + max(_bytes(moment, batch) for moment in tft.peak(CONFIG).values())
 
 
-def fits(batch: int, card: int) -> bool:
-    """Whether that peak alone, with nothing for the CUDA context, is less than a card has."""
-    return peak(batch) < card
+def mended(batch: int) -> int:
+    """The same with a selection that keeps nothing: the peak is Adam's, at the largest weight."""
+    return state("parameters", "positional table", "quantiles") + _bytes(tft.peak(CONFIG)["optimizer"], batch)
 
 
 def card() -> int:
