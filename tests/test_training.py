@@ -205,9 +205,9 @@ def test_first_steps_run_again_are_those_stored_and_their_peak_the_one_stored(st
 
 
 def test_first_steps_are_those_of_the_whole_training(split, trained):
-    again = training.first_steps(TINY, QUICK, split.train, 3)
-    losses = trained.losses.query("kind == 'train'")["loss"]
-    assert [step.loss for step in again] == losses[:3].tolist()
+    again = training.first_steps(TINY, QUICK, split.train, 2)
+    losses = trained.losses.query("kind == 'train' and epoch == 0")["loss"]
+    assert [step.loss for step in again] == losses.tolist()[:2] and len(again) == 2
 
 
 def test_stored_memory_never_falls_and_is_above_what_is_traced(stored):

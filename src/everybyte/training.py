@@ -271,7 +271,7 @@ RERUN_BAND = 1e-3
 
 
 def first_steps(config: TFTConfig, recipe: Recipe, windows: Windows, count: int = 4) -> list[Step]:
-    """The first steps of `train` and no more: what a stored training is compared with, in seconds."""
+    """The first steps of `train`, of its first epoch at most: what a stored training is compared with, in seconds."""
     learn, _ = parts(config, recipe, windows)
     with one_thread(), torch.random.fork_rng(devices=[]):
         model, optimizer, batches = begin(config, recipe, learn)
