@@ -80,6 +80,11 @@ def ended(log: Path) -> Counter[str]:
     return Counter(line for line in log.read_text().splitlines() if line.startswith("end"))
 
 
+def interruptible() -> None:
+    """In a new process: what a shell starts in the background ignores Ctrl-C, and so does all that it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def each_once(log: Path) -> bool:
     return ended(log) == {f"end {size}": 1 for size in (1, 2, 3, 4, 6)}
 
@@ -416,7 +421,9 @@ def test_killed_and_run_again_nothing_is_lost_or_finished_twice_and_what_failed_
 
 def test_ctrl_c_stores_what_is_finished_and_the_same_command_goes_on(command, tmp_path):
     out, log = tmp_path / "out", tmp_path / "log"
-    group = subprocess.Popen([*command, "--jobs", "1"], stderr=subprocess.PIPE, text=True, start_new_session=True)
+    group = subprocess.Popen(
+        [*command, "--jobs", "1"], stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=interruptible
+    )
     wait_for(lambda: results(out) >= 1)
     os.killpg(group.pid, signal.SIGINT)  # as a terminal does: to all that it started
     _, errors = group.communicate(timeout=60)

@@ -64,6 +64,7 @@ def execute(
                 progress_bar=False,
                 resources={"metadata": {"path": home}},  # and not cwd, which is the whole process's
                 kernel_manager_class=_mortal(),
+                shutdown_kernel="immediate",  # what ends after its last cell and before it is stored runs again
             )
         except papermill.PapermillExecutionError as failed:
             error = f"{failed.ename}: {failed.evalue} (cell {failed.exec_count})"
