@@ -352,6 +352,22 @@ def test_out_of_memory_is_demand_exactly_if_the_live_blocks_and_the_request_exce
         assert failed.free < failed.segment
 
 
+def test_the_smallest_card_holds_what_is_live_at_once_not_what_is_reserved_where_memory_has_no_end():
+    grown = timeline(f"a={30 * MiB}", "-a", 40 * MiB)
+    assert Allocator().replay(grown).peak_reserved == 70 * MiB
+    assert Allocator().smallest_card(grown) == 40 * MiB
+    assert Allocator().smallest_card(timeline(512)) == 2 * MiB
+    assert Allocator().smallest_card(timeline(21 * MiB)) == 22 * MiB
+    assert Allocator(10**12, roundup_power2_divisions=2).smallest_card(timeline(21 * MiB)) == 24 * MiB
+
+
+@given(timelines())
+def test_a_run_ends_on_its_smallest_card_and_on_none_of_two_mebibytes_less(t):
+    card = Allocator().smallest_card(t)
+    assert Allocator(card).replay(t).out_of_memory is None
+    assert card == 2 * MiB or Allocator(card - 2 * MiB).replay(t).out_of_memory
+
+
 # -- field reports -----------------------------------------------------------------------------------------------------
 
 

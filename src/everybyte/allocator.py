@@ -10,8 +10,9 @@ of one size compete: the lower address wins.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from typing import Any, Final
 
@@ -23,7 +24,7 @@ from . import gpus, workspace
 from .caching import DEFAULT_POOL, SMALL_SIZE, UNLIMITED, Block, DeviceAllocator, Segment, SegmentEvent
 from .gpus import GPU
 from .timeline import Timeline
-from .units import MiB, format_bytes, parse_bytes
+from .units import MiB, format_bytes, parse_bytes, round_up
 
 INTERVALS: Final = 16  # kRoundUpPowerOfTwoIntervals: below 2 MiB, below 4 MiB, ... and from 32 GiB on
 
@@ -349,6 +350,24 @@ class Allocator:
             segment_events_upto=np.array(driver, np.int64),
             out_of_memory=failed,
         )
+
+    def smallest_card(self, timeline: Timeline, grain: int = 2 * MiB) -> int:
+        """The least memory in which a timeline ends, under these settings but for the memory.
+
+        It is sought by halving between the peak of what is asked for and what is reserved where memory never ends.
+
+        Args:
+            timeline: Of one device.
+            grain: Bytes of which the answer is a multiple; by default those of the driver's pages.
+        """
+
+        def ends(card: int) -> bool:
+            return replace(self, total=card, gpu=None).replay(timeline).out_of_memory is None
+
+        least = max(grain, round_up(timeline.peak_bytes, grain))
+        most = replace(self, total=None, gpu=None).replay(timeline).peak_reserved
+        cards = range(least, max(least, most) + grain, grain)
+        return cards[bisect_left(cards, True, key=ends)]
 
     def device(self, **recorded: Any) -> DeviceAllocator:
         """The rules under these settings, with nothing allocated. `recorded` overrides its arguments."""

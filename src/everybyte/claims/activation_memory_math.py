@@ -5,7 +5,6 @@ Sizes are the worked example's unless said otherwise: b = 4, s = h = 2048, a = 1
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable
 from fractions import Fraction
 from functools import cache
@@ -351,10 +350,7 @@ def reserved_over_allocated(lengths: str) -> Fraction:
 def smallest_card_over_reserved(lengths: str) -> Fraction:
     """The least memory in which these batches run, to 2 MiB, by what they reserve where there is plenty."""
     timeline = _batches(lengths)
-    reserved = eb.Allocator().replay(timeline).peak_reserved
-    cards = range(timeline.peak_bytes, reserved + eb.units.MiB, 2 * eb.units.MiB)
-    enough = bisect_left(cards, True, key=lambda card: eb.Allocator(card).replay(timeline).out_of_memory is None)
-    return Fraction(cards[enough], reserved)
+    return Fraction(eb.Allocator().smallest_card(timeline), eb.Allocator().replay(timeline).peak_reserved)
 
 
 def needs_workspace() -> bool:
