@@ -465,3 +465,15 @@ def test_on_a_scheduler_of_its_own_a_worker_that_is_killed_is_survived(command, 
     assert json.loads(answer) | {"done": 4, "ran": 4, "failed": 0} == json.loads(answer)
     assert ended(log) == {f"end {size}": 1 for size in (1, 2, 3, 4)}
     assert len(pd.read_parquet(out / "results.parquet")) == 4
+
+
+def test_where_another_cluster_has_dask_s_port_a_sweep_says_nothing_of_it(recwarn):
+    with socket.socket() as other:
+        try:
+            other.bind(("127.0.0.1", 8787))
+            other.listen()
+        except OSError as error:  # it has it already
+            assert error.errno == errno.EADDRINUSE
+        with cluster._connected(None, 1, {}) as client:
+            assert client.submit(int, "7").result() == 7
+    assert not [str(warning.message) for warning in recwarn if "8787" in str(warning.message)]

@@ -14,6 +14,14 @@ SOURCES = BOOK.sources()
 
 chapters = pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
 
+# A chapter has 8 to 20 code cells of at most 12 lines. An exception has its reason, and fails once it is none.
+CELLS, LINES = range(8, 21), 12
+OTHER_CELLS = {
+    "08_nine_recommendations": "nine chapters' worth of fixes, until its code has moved into the library",
+    "09_after_the_fixes": "long cells, until its code has moved into the library",
+    "99_versions": "a page of the versions in use, no chapter",
+}
+
 
 def cells(notebook: nbformat.NotebookNode) -> list[tuple[object, ...]]:
     """Of each cell, what the pair must agree on."""
@@ -63,6 +71,18 @@ def test_outputs_that_are_compared_hold_no_stderr_and_no_output_holds_a_path_of_
             assert not re.search(r"(?<![\w.])/(home|Users|root|tmp|opt|work|private)/\w", text), cell.source
             if not VOLATILE_TAGS & set(cell.metadata.get("tags", [])):
                 assert output.get("name") != "stderr", f"a warning, or a progress bar: {output.text}"
+
+
+@chapters
+def test_code_cells_are_few_enough_and_short_enough_to_be_read(source):
+    code = [cell.source for cell in read_source(source).cells if cell.cell_type == "code"]
+    lines = [sum(bool(line.strip()) for line in text.splitlines()) for text in code]
+    long = [text for text, count in zip(code, lines, strict=True) if count > LINES]
+    readable = len(code) in CELLS and not long
+    if source.stem in OTHER_CELLS:
+        assert not readable, f"take {source.stem} out of OTHER_CELLS"
+    else:
+        assert readable, f"{len(code)} code cells; too long: {long}"
 
 
 @chapters

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import everybyte as eb
-from everybyte.models.lm import LM, AdamW, LMConfig, cross_entropy
+from everybyte.models.lm import LM, AdamW, LMConfig, learn
 
 BATCH = 4
 
@@ -22,13 +22,7 @@ def training(length, half):
         optimizer = AdamW(model.parameters())
         tokens, targets = (torch.empty(BATCH, length, dtype=torch.int64) for _ in range(2))
         for _ in run.steps(2):
-            with torch.autocast("cuda", torch.bfloat16, enabled=half):
-                logits = model(tokens)
-                loss = cross_entropy(logits, targets)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            del logits, loss
+            learn(model, optimizer, tokens, targets, half)
     return run
 
 

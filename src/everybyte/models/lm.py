@@ -172,3 +172,13 @@ class AdamW(torch.optim.Optimizer):
                 state["m"] = b1 * m + (1 - b1) * p.grad.data
                 state["v"] = b2 * v + (1 - b2) * p.grad.data**2
                 p.data -= lr * state["m"] / (torch.sqrt(state["v"]) + eps)
+
+
+def learn(model: LM, optimizer: torch.optim.Optimizer, tokens: Tensor, targets: Tensor, autocast: bool = False) -> None:
+    """One training step on [b, s] tokens, as in the recorded code: logits and loss go only after the update."""
+    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
+        logits = model(tokens)
+        loss = cross_entropy(logits, targets)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()

@@ -46,6 +46,7 @@ def _connected(scheduler: str | None, jobs: int, resources: Mapping[str, float])
             processes=True,
             host="127.0.0.1",
             dashboard_address=None,
+            scheduler_kwargs={"dashboard_address": "127.0.0.1:0"},  # its port may be another cluster's
             memory_limit=0,  # what needs memory is the kernels, which are processes of their own
             resources=dict(resources),
             local_directory=scratch,
