@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from press import BOOK, Run
 
 
@@ -33,5 +35,8 @@ def execution() -> Execution:
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory) -> Path:
-    """The pages rendered from the stored outputs; rendering fails on any warning."""
-    return BOOK.render(html=tmp_path_factory.mktemp("stored") / "html").parent
+    """The pages rendered from the stored outputs, once for all workers; rendering fails on any warning."""
+    base = tmp_path_factory.getbasetemp()
+    html = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "stored" / "html"
+    with FileLock(html.parent.with_suffix(".lock")):
+        return html if html.is_dir() else BOOK.render(html=html).parent

@@ -1,59 +1,108 @@
-"""The pages in a real browser with no way out: what it fetches, whether mathematics is set, whether a phone scrolls."""
+"""The pages in a real Chromium with no way out: what they fetch and say, where they lead, whether all can read them."""
 
 from __future__ import annotations
 
-import json
+import os
 import re
 import shutil
-import subprocess
-from collections.abc import Iterator
-from functools import partial
-from html import unescape
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from threading import Thread
+from typing import Any
+from urllib.parse import unquote, urldefrag
 
 import pytest
-from bs4 import BeautifulSoup
 from press import BOOK
 
-BROWSER = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome", "chrome"])), None)
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine: pages were read, not looked at")
+ASKED = os.environ.get("EVERYBYTE_BROWSER", "")  # a browser's path, or "required": none is then a failure
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+BROWSER = ASKED if os.sep in ASKED else next(filter(None, map(shutil.which, NAMES)), None)
+FLAGS = (
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+)  # fmt: skip
 
-PAGES = ["start_here", "how_to_run", "claims", "cli", "glossary"]
-PAGES = [f"book/{name}" for name in PAGES] + [f"notebooks/{path.stem}" for path in BOOK.executed()]
+try:
+    from axe_playwright_python.base import AXE_SCRIPT
+    from playwright.sync_api import Browser, Page, sync_playwright
+except ImportError:
+    MISSING = "Playwright is not installed (requirements-test.txt): pages were read, not looked at"
+else:
+    MISSING = "" if BROWSER else f"no browser found as any of {', '.join(NAMES)}: pages were read, not looked at"
+pytestmark = pytest.mark.skipif(bool(MISSING) and not ASKED, reason=MISSING)
 
-# A page in a frame of a phone's width; a headless window itself cannot be that narrow.
-FRAME = """<!doctype html>
-<iframe src="/{page}.html" style="border:0;width:390px;height:844px"></iframe><pre id="said"></pre>
-<script>
-const frame = document.querySelector("iframe");
-frame.onload = () => setTimeout(() => {{
-  const {{ document: page, performance, MathJax }} = frame.contentWindow;
-  document.querySelector("#said").textContent = JSON.stringify({{
-    width: page.documentElement.scrollWidth,
-    fetched: performance.getEntriesByType("resource").map((entry) => entry.name),
-    math: page.querySelectorAll("article .math").length,
-    set: page.querySelectorAll("article .math mjx-container").length,
-    bad: [...page.querySelectorAll("article mjx-merror, article [data-mjx-error]")].map((e) => e.textContent),
-  }});
-}}, 3000);
-</script>"""
+TOC = re.findall(r"(?:root|file): (\S+)", (BOOK.root / "_toc.yml").read_text(encoding="utf-8"))
+PAGES = [f"{name}.html" for name in (*TOC, "genindex", "search")]
+PHONE = {"width": 390, "height": 844}
+
+SETTLED = "document.readyState === 'complete' && (!window.MathJax || MathJax.startup.promise.then(() => true))"
+
+READ = """() => ({
+  width: document.documentElement.scrollWidth,
+  math: document.querySelectorAll("article .math").length,
+  set: document.querySelectorAll("article .math mjx-container").length,
+  bad: [...document.querySelectorAll("article mjx-merror, article [data-mjx-error]")].map((e) => e.textContent),
+  links: [...new Set([...document.links].map((link) => link.href))],
+  ids: [...document.querySelectorAll("[id]")].map((element) => element.id),
+})"""
+
+# Text under 4.5 : 1 against what lies behind it, by WCAG 2.2's relative luminance; colours of ancestors are laid one
+# over another until one is opaque. What stands on a picture is left to the eye.
+FAINT = """() => {
+  const rgba = (colour) => {
+    const [r, g, b, a = 1] = colour.match(/[\\d.]+/g).map(Number);
+    return colour.startsWith("color(") ? [r * 255, g * 255, b * 255, a] : [r, g, b, a];
+  };
+  const over = ([r, g, b, a], under) => [r, g, b].map((x, i) => a * x + (1 - a) * under[i]);
+  const linear = (x) => ((x /= 255) <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
+  const luminance = (rgb) => rgb.reduce((sum, x, i) => sum + linear(x) * [0.2126, 0.7152, 0.0722][i], 0);
+  const behind = (element) => {
+    if (!element) return [255, 255, 255];
+    const colour = rgba(getComputedStyle(element).backgroundColor);
+    return colour[3] === 1 ? colour.slice(0, 3) : over(colour, behind(element.parentElement));
+  };
+  const faint = new Set();
+  const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  for (let text; (text = texts.nextNode());) {
+    const element = text.parentElement;
+    if (!text.data.trim() || element.closest("mjx-assistive-mml, :disabled")) continue;
+    if (!element.checkVisibility({ opacityProperty: true, visibilityProperty: true })) continue;
+    const paper = behind(element);
+    const ink = over(rgba(getComputedStyle(element).color), paper);
+    const [dark, light] = [luminance(ink), luminance(paper)].sort((x, y) => x - y);
+    const ratio = (light + 0.05) / (dark + 0.05);
+    if (ratio < 4.5) faint.add([ratio.toFixed(2), element.tagName, element.className, text.data.trim()].join(" "));
+  }
+  return [...faint];
+}"""
+
+# axe is slow, and need not see all of what is made alike: a long table's rows beyond a dozen, the colours of code,
+# whose contrast FAINT has looked at, the glyphs of mathematics, which are hidden from readers that listen.
+SHORTEN = """() => {
+  for (const element of document.querySelectorAll("tbody > tr:nth-child(n + 13), mjx-math")) element.remove();
+  for (const token of document.querySelectorAll("pre span")) token.replaceWith(...token.childNodes);
+}"""
+AXE = """(rules) => axe.run(document, {
+  resultTypes: ["violations"], preload: false, ...(rules && { runOnly: rules }),
+}).then(({ violations }) => violations.filter(({ impact }) => impact === "serious" || impact === "critical")
+  .map(({ id, nodes }) => `${id}: ${nodes.map(({ target }) => target.join(" ")).slice(0, 5).join(", ")}`))"""
+OF_COLOUR = ["color-contrast", "link-in-text-block"]
+
+
+@dataclass
+class Visit:
+    """What the browser said of one page."""
+
+    read: dict[str, Any]
+    said: list[str]
+    fetched: list[str]
+    faint: dict[str, list[str]]
+    axe: dict[str, list[str]]
 
 
 class Handler(SimpleHTTPRequestHandler):
-    """Serves the pages, and at /-/PAGE the page in its frame."""
-
-    def do_GET(self) -> None:
-        if not self.path.startswith("/-/"):
-            return super().do_GET()
-        body = FRAME.format(page=self.path.removeprefix("/-/")).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "text/html; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
     def log_message(self, *_: object) -> None:
         pass
 
@@ -66,43 +115,135 @@ def address(site) -> Iterator[str]:
         server.shutdown()
 
 
-def look(address: str, page: str, profile: Path) -> dict:
-    """What the browser says of a page at a phone's width."""
-    shown = dump(f"{address}/-/{page}", profile)
-    found = re.search(r'<pre id="said">(.+?)</pre>', shown, flags=re.DOTALL)
-    assert found, "the browser did not finish"
-    return json.loads(unescape(found[1]))
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    assert not MISSING, MISSING
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=[*FLAGS])
+        yield browser
+        browser.close()
 
 
-def dump(address: str, profile: Path) -> str:
-    """A page after its scripts have run, every other host being out of reach."""
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
-    flags += ["--disable-background-networking", "--disable-component-update", f"--user-data-dir={profile}"]
-    flags += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", "--virtual-time-budget=20000", "--dump-dom"]
-    done = subprocess.run([BROWSER, *flags, address], capture_output=True, text=True, timeout=120)
-    assert done.stdout, f"the browser said nothing: {done.stderr[-500:]}"
-    return done.stdout
+@pytest.fixture(scope="module")
+def page(browser) -> Iterator[Page]:
+    """A phone, with nothing stored and `page.said` and `page.fetched` for what it says and fetches."""
+    context = browser.new_context(viewport=PHONE)
+    context.set_default_timeout(120_000)
+    page = context.new_page()
+    page.said, page.fetched = [], []
+    page.on("console", lambda message: message.type in ("error", "warning") and page.said.append(message.text))
+    page.on("pageerror", lambda error: page.said.append(str(error)))
+    page.on("requestfailed", lambda request: page.said.append(f"{request.url}: {request.failure}"))
+    page.on("request", lambda request: page.fetched.append(request.url))
+    yield page
+    context.close()
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_a_page_stands_alone_on_a_phone(page, address, tmp_path):
-    said = look(address, page, tmp_path)
-    assert [name for name in said["fetched"] if not name.startswith((address, "data:", "blob:"))] == []
-    assert len(said["fetched"]) > 3, "the list of what was fetched is empty: the check checks nothing"
-    assert said["set"] == said["math"], "mathematics that was not set"
-    assert not said["bad"]
-    assert said["width"] <= 390, "the page is wider than a phone: something does not scroll by itself"
+def open_page(page: Page, address: str) -> None:
+    page.said.clear()
+    page.fetched.clear()
+    page.goto(address)
+    page.wait_for_function(SETTLED)
 
 
-def test_claims_can_be_filtered_by_words_and_verdict_and_an_address_that_asks_for_none_shows_all(address, tmp_path):
-    def shown(query: str) -> list:
-        page = BeautifulSoup(dump(f"{address}/book/claims.html{query}", tmp_path), "html.parser")
-        rows = page.select("table.claims tbody tr")
-        seen = [row for row in rows if not row.has_attr("hidden")]
-        assert page.select_one(".claims-filter output").get_text() == f"{len(seen)} of {len(rows)} claims"
-        return seen
+@pytest.fixture(scope="module")
+def visit(page, address) -> Callable[[str], Visit]:
+    """Looks at a page, once, at a phone's width, in light and in dark."""
 
-    assert len(shown("")) == len(shown("?verdict=none+such"))
-    seen = shown("?verdict=unit+mix&words=entries+960")
-    assert {row["data-verdict"] for row in seen} == {"unit mix"}
-    assert [row.select_one("td").get_text() for row in seen] == ["960 MB"]
+    @cache
+    def look(name: str) -> Visit:
+        page.emulate_media(color_scheme="light")
+        open_page(page, f"{address}/{name}")
+        read, faint, axe = page.evaluate(READ), {}, {}
+        for theme in ("light", "dark"):
+            page.emulate_media(color_scheme=theme)
+            page.wait_for_function("(theme) => document.documentElement.dataset.theme === theme", arg=theme)
+            faint[theme] = page.evaluate(FAINT)
+        page.evaluate(SHORTEN)
+        page.evaluate(AXE_SCRIPT)
+        axe["dark"] = page.evaluate(AXE, OF_COLOUR)
+        page.emulate_media(color_scheme="light")
+        axe["light"] = page.evaluate(AXE, None)
+        return Visit(read, [*page.said], [*page.fetched], faint, axe)
+
+    return look
+
+
+def test_every_page_that_was_rendered_is_looked_at(site):
+    rendered = {path.relative_to(site).as_posix() for path in site.rglob("*.html") if "_static" not in path.parts}
+    assert rendered == {"index.html", *PAGES}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_loads_without_a_word_and_with_nothing_from_elsewhere(name, visit, address):
+    seen = visit(name)
+    assert seen.said == []
+    assert len(seen.fetched) > 3, "the list of what was fetched is empty: the check checks nothing"
+    assert [url for url in seen.fetched if not url.startswith((address, "data:", "blob:"))] == []
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_loads_from_a_file(name, page, site):
+    open_page(page, (site / name).as_uri())
+    assert page.said == []
+    assert [url for url in page.fetched if not url.startswith((site.as_uri(), "data:", "blob:"))] == []
+    read = page.evaluate(READ)
+    assert read["set"] == read["math"], "mathematics that was not set"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_fits_a_phone_and_its_mathematics_is_set(name, visit):
+    read = visit(name).read
+    assert read["set"] == read["math"], "mathematics that was not set"
+    assert not read["bad"]
+    assert read["width"] <= PHONE["width"], "the page is wider than a phone: something does not scroll by itself"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_all_text_has_contrast_in_light_and_in_dark(name, visit):
+    assert visit(name).faint == {"light": [], "dark": []}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_axe_finds_nothing_serious_in_light_and_in_dark(name, visit):
+    assert visit(name).axe == {"light": [], "dark": []}
+
+
+def test_every_link_and_anchor_leads_somewhere(visit, address, site):
+    ids = {f"{address}/{name}": {*visit(name).read["ids"], ""} for name in PAGES}
+    dead = []
+    for name in PAGES:
+        for link in visit(name).read["links"]:
+            target, anchor = urldefrag(link)
+            target = target.split("?")[0]
+            if not target.startswith(address):
+                continue
+            there = (site / unquote(target.removeprefix(address)).lstrip("/")).is_file()
+            if not there or (target in ids and unquote(anchor) not in ids[target]):
+                dead.append(f"{name}: {link}")
+    assert not dead
+
+
+def test_the_address_of_the_book_leads_to_its_front_page(page, address):
+    page.goto(f"{address}/index.html", wait_until="commit")
+    page.wait_for_url(f"{address}/{PAGES[0]}")
+
+
+def test_claims_can_be_filtered_by_words_and_verdict_and_an_address_that_asks_for_none_shows_all(page, address):
+    def shown() -> list[str]:
+        rows = page.locator("table.claims tbody tr")
+        seen = rows.filter(visible=True)
+        said = page.locator(".claims-filter output").text_content()
+        assert said == f"{seen.count()} of {rows.count()} claims"
+        return seen.locator("td[data-name=stated]").all_text_contents()
+
+    claims = f"{address}/book/claims.html"
+    open_page(page, claims)
+    every = shown()
+    page.get_by_label("Verdict").select_option("unit mix")
+    page.get_by_label("Words").fill("entries 960")
+    assert shown() == ["960 MB"]
+    open_page(page, f"{claims}?verdict=unit+mix&words=entries+960")
+    assert shown() == ["960 MB"]
+    open_page(page, f"{claims}?verdict=none+such")
+    assert shown() == every
