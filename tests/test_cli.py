@@ -189,6 +189,9 @@ def test_the_timeline_is_written_for_pytorchs_viewer_and_as_a_table(script, run,
     t = Timeline.from_parquet("t.parquet")
     assert t.info["steps"] == 2
     assert answer("snapshot", "t.pickle")["recorded"]["peak_requested"] == t.peak_bytes + 2 * 8_519_680
+    assert run("trace", f"{script}:build", "--figure", "t.svg")[0] == 0
+    assert "peak" in (drawing := Path("t.svg").read_text()) and "<svg" in drawing
+    refused(run("trace", f"{script}:build", "--figure", "t.txt"), "let it end in .png, .svg or .pdf")
     refused(run("trace", f"{script}:build", "--parquet", "no/t.parquet"), "cannot be written: there is no folder no")
     refused(run("trace", f"{script}:build", "--snapshot", "."), "cannot be written: it is a folder")
 

@@ -1,12 +1,10 @@
 """Tables that set evidence side by side: what a reader would be told wrongly if one of these failed."""
 
-import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 import torch
 
-from everybyte import report, saved, trace
-from everybyte.timeline import Recorder
+from everybyte import report, saved
 
 
 def test_the_difference_is_between_the_last_two_kinds_of_evidence_that_a_quantity_has():
@@ -44,39 +42,3 @@ def test_what_is_kept_is_shown_with_its_shape_in_words_and_named_by_the_column_t
     assert rows.loc["addmm", ["bytes", "shape", "operand"]].tolist() == [2 * 4 * 4, "2×4", "mat1"]
     assert rows["bytes"].tolist() == [32, 64] and "nbytes" not in rows
     assert report.kept(saved(lambda: layer(torch.ones(2, 4))), index="operand").index.tolist() == ["mat1"]
-
-
-def test_a_life_ends_with_the_last_step_and_its_legend_names_what_can_be_seen():
-    recorder = Recorder()
-    recorder.label(recorder.alloc(5_000), "parameter")
-    recorder.label(recorder.alloc(5), "buffer")
-    recorder.label(recorder.alloc(6), "input")
-    recorder.begin_step(0)
-    recorder.free(recorder.alloc(1_000 - 11))
-    recorder.begin_step(1, over=True)
-    for storage in range(3):
-        recorder.free(storage)
-    ax = report.life(recorder.finish({}))
-    try:
-        assert [text.get_text() for text in ax.get_legend().get_texts()] == ["parameter", "temporary", "input"]
-        assert ax.get_xlim() == (3, 5)
-        assert ax.get_ylim()[1] == pytest.approx(6_000 * 1.12)
-        drawn = max(points[:, 0].max() for area in ax.collections for points in [area.get_paths()[0].vertices])
-        assert drawn == 4
-    finally:
-        plt.close(ax.figure)
-
-
-def test_lives_draws_each_run_to_its_own_peak_over_the_same_progress():
-    runs = {}
-    for n in 1_000, 3_000:
-        with trace(rules="cpu") as run:
-            for _ in run.steps(2):
-                torch.ones(n).square()
-        runs[f"{n} numbers"] = run.timeline
-    ax = report.lives(runs, plt.figure().gca())
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == list(runs)
-    assert [line.get_ydata().max() for line in ax.lines] == [8_000, 24_000]
-    assert all(line.get_xdata()[[0, -1]].tolist() == [0, 1] for line in ax.lines)
-    assert len({line.get_linestyle() for line in ax.lines}) == 2
-    plt.close(ax.figure)

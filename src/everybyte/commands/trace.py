@@ -11,6 +11,7 @@ import argparse
 import difflib
 import importlib
 import inspect
+import itertools
 import re
 import sys
 import traceback
@@ -25,7 +26,7 @@ from unittest import mock
 
 from torch import nn
 
-from .. import attribution, gpus, workspace
+from .. import attribution, figures, gpus, workspace
 from ..allocator import Allocator, OutOfMemory, Replay
 from ..caching import MIN_BLOCK
 from ..timeline import Timeline
@@ -58,6 +59,7 @@ def add(commands: Any) -> argparse.ArgumentParser:
         "--snapshot", type=_new_file, metavar="OUT", help="write a snapshot for PyTorch's memory viewer"
     )
     parser.add_argument("--parquet", type=_new_file, metavar="OUT", help="write the timeline, an event a row")
+    parser.add_argument("--figure", type=_new_figure, metavar="OUT", help="draw it: a .png, .svg or .pdf")
     parser.add_argument("--traceback", action="store_true", help="show all of an error of the code that is traced")
     parser.set_defaults(command=_answer)
     return parser
@@ -82,13 +84,21 @@ def _new_file(text: str) -> Path:
     return path.absolute()  # the code that is traced may go to another folder
 
 
+def _new_figure(text: str) -> Path:
+    if Path(text).suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise argparse.ArgumentTypeError(f"{text} is no name for a figure: let it end in .png, .svg or .pdf")
+    return _new_file(text)
+
+
 def _answer(args: argparse.Namespace) -> Answer:
     try:
         gpu = gpus.find(gpus.DEFAULT if args.gpu is None else args.gpu)
     except ValueError as error:
         raise Stop(BAD_INPUT, str(error)) from None
-    if args.snapshot and args.snapshot == args.parquet:
-        raise Stop(BAD_INPUT, f"--snapshot and --parquet both name {args.snapshot}: give each a file of its own")
+    files = {option: getattr(args, option) for option in ("snapshot", "parquet", "figure") if getattr(args, option)}
+    for one, other in itertools.combinations(files, 2):
+        if files[one] == files[other]:
+            raise Stop(BAD_INPUT, f"--{one} and --{other} both name {files[one]}: give each a file of its own")
     run, remarks = _traced(args, gpu)
     timeline = run.timeline
     if not len(timeline):
@@ -99,6 +109,7 @@ def _answer(args: argparse.Namespace) -> Answer:
     whole = timeline.with_workspaces()  # what the allocator gets to see
     _written(args.snapshot, lambda path: whole.to_snapshot(path, Allocator(gpu=gpu)))
     _written(args.parquet, timeline.to_parquet)
+    _written(args.figure, lambda path: figures.overview(timeline).savefig(path))
 
     needs = Allocator().replay(whole)
     notes = {
@@ -140,8 +151,8 @@ def _written(path: Path | None, write: Callable[[Path], None]) -> None:
     try:
         if path is not None:
             write(path)
-    except OSError as error:
-        raise Stop(BAD_INPUT, f"{path} cannot be written: {error.strerror or error}") from None
+    except (OSError, ImportError) as error:
+        raise Stop(BAD_INPUT, f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _traced(args: argparse.Namespace, gpu: gpus.GPU) -> tuple[Trace, list[str]]:
