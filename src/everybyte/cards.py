@@ -1,8 +1,8 @@
-"""Which cards hold a training step of the TFT, and some of these steps at full width.
+"""Which cards hold a training step of the TFT, what nine fixes take off it, and some of these steps at full width.
 
 ``python -m everybyte.cards`` (after ``make train``'s other half, `everybyte.training`) does what a notebook has no time
-for: it looks for the largest batch that fits each card by tracing step after step, and it trains the fixed model on the
-small file for one epoch at each batch size.
+for: it looks for the largest batch that fits each card by tracing step after step, traces a step with each fix, and
+trains the fixed model on some windows of the small file at each batch size.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ import torch
 
 from everybyte.allocator import Allocator
 from everybyte.data import Batch, record, tft_windows
+from everybyte.fixes import compared
 from everybyte.gpus import GPU, find
 from everybyte.models.tft import TFT, TFTConfig
+from everybyte.models.tft_fixes import ways
+from everybyte.models.tft_loops import AttentionCache, zeros
 from everybyte.timeline import WORKSPACE, Timeline
 from everybyte.trace import trace
 from everybyte.training import BATCH_SIZES, fit, one_thread, start_trivially, train_step
@@ -63,8 +66,7 @@ def adam(model: TFT) -> torch.optim.Optimizer:
 @cache
 def traced(config: TFTConfig, batch_size: int, gpu: GPU) -> Timeline:
     """Two steps on a GPU, the second of which finds Adam's moments, workspaces of cuBLAS included."""
-    shapes = config.input_shapes(batch_size).values()
-    host = Batch(*(torch.zeros(shape) for shape in shapes))
+    host = Batch(*zeros(config, batch_size))
     with one_thread(), trace(rules="cuda", gpu=gpu) as run:
         model = TFT(config)
         optimizer = adam(model)
@@ -124,6 +126,13 @@ def held(way: str, batch_size: int) -> dict[str, object]:
     return {"kind": "step", "way": way, "batch_size": batch_size, **found}
 
 
+def fixed(batch_size: int = 8) -> pd.DataFrame:
+    """More rows of it: a step with each fix, as `everybyte.fixes.steps` has them on an RTX A4000; two microbatches."""
+    run = partial(trace, rules="cuda", gpu=CARDS["16 GB"])
+    table = compared(run, PLAIN, Batch(*zeros(PLAIN, batch_size)), ways(AttentionCache(detached=True)))
+    return table.rename_axis("way").reset_index().assign(kind="fix", batch_size=batch_size)
+
+
 def edge(way: str, card: str) -> dict[str, object]:
     """A row of it: the largest batch that fits a card, if the CUDA context takes the most reported, and the least."""
     least, most = largest(WAYS[way], CARDS[card], CARDS[card].usable)
@@ -148,15 +157,17 @@ def make(folder: Path, workers: int = 2) -> dict[str, pd.DataFrame]:
     with ProcessPoolExecutor(workers, mp_context=spawn, max_tasks_per_child=1) as pool:
         edges = pool.map(edge, *zip(*product(WAYS, CARDS), strict=True))
         steps = pool.map(held, *zip(*product(WAYS, BATCH_SIZES), strict=True))
-        first = pool.map(partial(first_steps, folder), PLANNED)
-        return store(folder, pd.DataFrame([*steps, *edges]), pd.concat(first, ignore_index=True))
+        fixes, first = pool.submit(fixed), pool.map(partial(first_steps, folder), PLANNED)
+        rows = pd.concat([pd.DataFrame([*steps, *edges]), fixes.result()], ignore_index=True)
+        return store(folder, rows, pd.concat(first, ignore_index=True))
 
 
 def store(folder: Path, cards: pd.DataFrame, first: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """Writes both tables and notes where they come from."""
-    tables, whole = {}, ["batch_size", "peak", "allocated", "reserved", "least", "most", "memory"]
+    tables, whole = {}, ["batch_size", "peak", "allocated", "reserved", "least", "most", "kept", "growth", "memory"]
     content = {
-        STORED: "bytes of tensors, of the allocator's blocks, of its segments; and the largest batch that fits",
+        STORED: "bytes of tensors, of the allocator's blocks, of its segments; the largest batch that fits; and what "
+        "a step keeps for backward and leaves behind",
         STEPS: "loss in units of target, memory in bytes: the largest resident set of the process",
     }
     for name, table in ((STORED, cards), (STEPS, first)):

@@ -76,6 +76,12 @@ class Windows(Dataset[Batch]):
             self.static[chosen], self.past[chosen], self.future[chosen], self.target[chosen], self.target_scale
         )
 
+    def fit_to(self, config: TFTConfig) -> Windows:
+        """With only as many features as a model takes, as `Batch.fit_to`; still views."""
+        return Windows(
+            *Batch(self.static, self.past, self.future, self.target).fit_to(config), target_scale=self.target_scale
+        )
+
     def batches(
         self, batch_size: int, device: torch.device | str | None = None, shuffle: torch.Generator | None = None
     ) -> Iterator[Batch]:

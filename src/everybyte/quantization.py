@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .saved import saved
 
 ZERO_POINT = 1
 SCALE = 4
@@ -48,6 +52,18 @@ def weight_bytes(model: nn.Module) -> dict[str, int]:
         for name, part in _parts(parameter):
             found[name] = found.get(name, 0) + part.nbytes
     return found
+
+
+def training_step(model: nn.Module, loss: Callable[..., torch.Tensor], batch: Any) -> dict[str, int]:
+    """What is left of a training step: bytes kept for backward as real numbers and as integers, tensors that learn."""
+    made: list[torch.Tensor] = []
+    kept = saved(lambda: made.append(loss(model, batch)) or made[0]).frame()
+    made.pop().backward()
+    integers = kept["dtype"].str.contains("int")
+    real, whole = (int(kept["nbytes"][chosen].sum()) for chosen in (~integers, integers))
+    learn = [p.grad is not None for p in model.parameters()]
+    model.zero_grad()
+    return {"kept in fp32": real, "kept in INT8": whole, "tensors that learn": sum(learn), "of": len(learn)}
 
 
 def _parts(parameter: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
