@@ -225,3 +225,35 @@ def test_threads_are_given_back_even_after_an_error():
         raise RuntimeError
     assert torch.get_num_threads() == 2
     torch.set_num_threads(before)
+
+
+def test_a_training_that_has_ended_is_not_done_again_and_another_recipe_is(monkeypatch, tmp_path):
+    (tmp_path / "sp500.parquet").write_bytes(b"bars")
+    done = []
+
+    def run_once(folder, recipe):
+        done.append(recipe)
+        return pd.DataFrame({"loss": [0.5 + recipe.seed]})
+
+    monkeypatch.setattr(training, "run_once", run_once)
+    monkeypatch.setattr(training, "versions", lambda: {"torch": "1"})
+    for recipe in (QUICK, replace(QUICK, seed=1), QUICK):
+        table = training.run_or_recall(tmp_path, tmp_path / "kept", recipe)
+        assert table["loss"].tolist() == [0.5 + recipe.seed]
+    assert done == [QUICK, replace(QUICK, seed=1)]
+    monkeypatch.setattr(training, "versions", lambda: {"torch": "2"})
+    training.run_or_recall(tmp_path, tmp_path / "kept", QUICK)
+    (tmp_path / "sp500.parquet").write_bytes(b"other bars")
+    training.run_or_recall(tmp_path, tmp_path / "kept", QUICK)
+    assert done[2:] == [QUICK, QUICK]
+
+
+def test_summary_gives_each_batch_size_its_gains_and_the_largest_memory(stored):
+    found = training.summary(stored)
+    ends = stored.query("kind == 'validation'")
+    trivial = stored.query("kind == 'trivial'")["loss"].item()
+    for size, row in found.iterrows():
+        losses = ends.query(f"batch_size == {size}")["loss"]
+        assert row["seeds"] == len(losses) and row["least gain"] == pytest.approx(1 - losses.max() / trivial)
+        steps = stored.query(f"kind == 'train' and batch_size == {size} and seed == 0")
+        assert row["steps"] == len(steps) and row["resident"] >= steps["memory"].max() > row["traced"]

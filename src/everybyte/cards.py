@@ -17,6 +17,7 @@ from functools import cache, partial
 from importlib import metadata
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -26,10 +27,12 @@ import torch
 from everybyte.allocator import Allocator
 from everybyte.data import Batch, record, tft_windows
 from everybyte.fixes import compared
+from everybyte.formulas import tft as formulas
 from everybyte.gpus import GPU, find
 from everybyte.models.tft import TFT, TFTConfig
 from everybyte.models.tft_fixes import ways
 from everybyte.models.tft_loops import AttentionCache, zeros
+from everybyte.run import Run
 from everybyte.timeline import WORKSPACE, Timeline
 from everybyte.trace import trace
 from everybyte.training import BATCH_SIZES, fit, one_thread, start_trivially, train_step
@@ -49,6 +52,9 @@ CARDS = {
 }
 """What the report names; of 2 GB it names none, so it is a 3050 Ti with half the memory."""
 
+ON_HOST = ("optimizer step counters", "divisor, a double")
+"""What Adam has on the host in a GPU's step."""
+
 LEARNING_RATE = 1e-4
 """Adam's: of the usual 1e-3 the full model's softmax becomes so sharp that a CPU meets denormal numbers."""
 
@@ -66,13 +72,24 @@ def adam(model: TFT) -> torch.optim.Optimizer:
 @cache
 def traced(config: TFTConfig, batch_size: int, gpu: GPU) -> Timeline:
     """Two steps on a GPU, the second of which finds Adam's moments, workspaces of cuBLAS included."""
-    host = Batch(*zeros(config, batch_size))
-    with one_thread(), trace(rules="cuda", gpu=gpu) as run:
+    return steps(trace(rules="cuda", gpu=gpu), config, Batch(*zeros(config, batch_size)), 2).with_workspaces()
+
+
+def steps(run: Run, config: TFTConfig, host: Batch, count: int = 1) -> Timeline:
+    """So many training steps from scratch on one batch, in a trace or a measurement that has not begun."""
+    with one_thread(), run:
         model = TFT(config)
         optimizer = adam(model)
-        for _ in run.steps(2):
+        for _ in run.steps(count):
             train_step(model, optimizer, run.to_device(host))
-    return run.timeline.with_workspaces()
+    return run.timeline
+
+
+def live(moment: str) -> dict[str, Any]:
+    """Terms of what is live on a GPU at a moment of `formulas.tft.peak`, the model as it stands."""
+    state = formulas.model_state(PLAIN)
+    lasting = {name: state[name] for name in ("parameters", "positional table", "quantiles")}
+    return {name: term for name, term in formulas.peak(PLAIN)[moment].items() if name not in ON_HOST} | lasting
 
 
 def line(config: TFTConfig, gpu: GPU) -> Callable[[int], Timeline]:
@@ -156,9 +173,9 @@ def make(folder: Path, workers: int = 2) -> dict[str, pd.DataFrame]:
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=spawn, max_tasks_per_child=1) as pool:
         edges = pool.map(edge, *zip(*product(WAYS, CARDS), strict=True))
-        steps = pool.map(held, *zip(*product(WAYS, BATCH_SIZES), strict=True))
+        whole = pool.map(held, *zip(*product(WAYS, BATCH_SIZES), strict=True))
         fixes, first = pool.submit(fixed), pool.map(partial(first_steps, folder), PLANNED)
-        rows = pd.concat([pd.DataFrame([*steps, *edges]), fixes.result()], ignore_index=True)
+        rows = pd.concat([pd.DataFrame([*whole, *edges]), fixes.result()], ignore_index=True)
         return store(folder, rows, pd.concat(first, ignore_index=True))
 
 

@@ -7,6 +7,7 @@ them: the narrow model on the full file, at several batch sizes and seeds, until
 from __future__ import annotations
 
 import copy
+import hashlib
 import multiprocessing
 import sys
 import time
@@ -15,6 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib import metadata
 from itertools import islice, product
 from pathlib import Path
@@ -313,6 +315,36 @@ def losses(
     return torch.stack(found)
 
 
+def summary(table: pd.DataFrame) -> pd.DataFrame:
+    """What a table of `make` came to, by batch size.
+
+    Returns:
+        Columns seeds; steps of one training; least gain and most gain, shares by which its loss on the validation
+        windows is below the trivial forecast's; seconds, the seeds' median; traced and resident, the largest of all
+        seeds, in bytes.
+    """
+    kinds = {kind: rows.groupby("batch_size") for kind, rows in table.groupby("kind")}
+    trivial = kinds["trivial"]["loss"].max().item()
+    seeds, losses = kinds["validation"].size(), kinds["validation"]["loss"]
+    whole = table[table["kind"] == "held out"].groupby(["batch_size", "seed"])["seconds"].max()
+    return pd.DataFrame({
+        "seeds": seeds,
+        "steps": kinds["train"].size() // seeds,
+        "least gain": 1 - losses.max() / trivial,
+        "most gain": 1 - losses.min() / trivial,
+        "seconds": whole.groupby("batch_size").median().round().astype(int),
+        "traced": kinds["traced"]["memory"].max().astype(int),
+        "resident": kinds["train"]["memory"].max().astype(int),
+    })  # fmt: skip
+
+
+def rerun(table: pd.DataFrame, windows: Windows, batch_size: int, count: int = 2) -> float:
+    """The largest relative difference between the first losses in a table of `make`, seed 0, and the same run again."""
+    was = table.query(f"kind == 'train' and batch_size == {batch_size} and seed == 0 and epoch == 0")["loss"]
+    again = first_steps(NARROW, Recipe().at(batch_size), windows, count)
+    return max(abs(step.loss / old - 1) for step, old in zip(again, was[:count], strict=True))
+
+
 def traced(config: TFTConfig, recipe: Recipe, windows: Windows) -> Timeline:
     """Two steps of a recipe's training, traced by a CPU's rules: what lives in them is its whole memory curve."""
     learn, _ = parts(config, recipe, windows)
@@ -368,6 +400,27 @@ BATCH_SIZES = (8, 16, 32, 64)
 STORED = "narrow_training.parquet"
 
 
+KEPT = Path("_build/trainings")
+
+
+def versions() -> dict[str, str]:
+    """Of what a training's numbers depend on."""
+    return {name: metadata.version(name) for name in ("torch", "numpy", "TA-Lib")}
+
+
+def run_or_recall(folder: Path, kept: Path, recipe: Recipe) -> pd.DataFrame:
+    """`run_once`, unless it has been run with this recipe, model, file and versions: then what was kept of it."""
+    bars = hashlib.sha256((folder / "sp500.parquet").read_bytes()).hexdigest()
+    key = hashlib.sha256(repr((asdict(recipe), asdict(NARROW), bars, versions())).encode()).hexdigest()
+    path = kept / f"{key[:16]}.parquet"
+    if not path.exists():
+        table = run_once(folder, recipe)
+        kept.mkdir(parents=True, exist_ok=True)
+        table.to_parquet(path.with_suffix(".part"), index=False)
+        path.with_suffix(".part").replace(path)  # whole or not there
+    return pd.read_parquet(path)
+
+
 def run_once(folder: Path, recipe: Recipe) -> pd.DataFrame:
     """One training of the narrow model on the full file; beside `Trained.losses` what `make` says.
 
@@ -392,8 +445,11 @@ def make(
     batch_sizes: Iterable[int] = BATCH_SIZES,
     recipe: Recipe = Recipe(),
     workers: int = 2,
+    kept: Path = KEPT,
 ) -> pd.DataFrame:
     """Trains the narrow model on ``sp500.parquet`` and stores every loss in ``narrow_training.parquet``.
+
+    It can be stopped and started again: a training that has ended is not done twice.
 
     Kinds beside those of `train`: ``"validation"``, the chosen epoch's loss on all validation windows; ``"trivial"``,
     the loss there of the training part's empirical quantiles, which no epoch, batch size or seed changes;
@@ -405,6 +461,7 @@ def make(
         batch_sizes: at each of these.
         recipe: for one batch size; `Recipe.at` makes the others of it.
         workers: trainings at a time, each in a process and on a thread of its own.
+        kept: where each training is put that has ended.
 
     Returns:
         The stored table: kind, batch_size, seed, epoch, step, loss, memory, seconds.
@@ -412,7 +469,7 @@ def make(
     recipes = [replace(recipe.at(size), seed=seed) for seed, size in product(seeds, batch_sizes)]
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=spawn, max_tasks_per_child=1) as pool:
-        return store(folder, pool.map(run_once, [folder] * len(recipes), recipes), recipe)
+        return store(folder, pool.map(partial(run_or_recall, folder, kept), recipes), recipe)
 
 
 def store(folder: Path, tables: Iterable[pd.DataFrame], recipe: Recipe) -> pd.DataFrame:
@@ -440,9 +497,9 @@ def store(folder: Path, tables: Iterable[pd.DataFrame], recipe: Recipe) -> pd.Da
             "settings": {name: value for name, value in asdict(recipe).items() if name != "seed"},
             "learning_rates": {size: recipe.at(int(size)).learning_rate for size in seeds},
             "seeds": seeds,
-            "model": {"hidden": NARROW.hidden, "heads": NARROW.heads, "dropout": NARROW.dropout},
+            "model": asdict(NARROW),
             "threads": 1,
-            "versions": {name: metadata.version(name) for name in ("torch", "numpy", "TA-Lib")},
+            "versions": versions(),
         },
     )
     return table
