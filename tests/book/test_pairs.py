@@ -17,8 +17,6 @@ chapters = pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.
 # A chapter has 8 to 20 code cells of at most 12 lines. An exception has its reason, and fails once it is none.
 CELLS, LINES = range(8, 21), 12
 OTHER_CELLS = {
-    "08_nine_recommendations": "nine chapters' worth of fixes, until its code has moved into the library",
-    "09_after_the_fixes": "long cells, until its code has moved into the library",
     "99_versions": "a page of the versions in use, no chapter",
 }
 
