@@ -195,6 +195,7 @@ def test_a_notebook_without_parameters_is_refused(tmp_path, cells, tag, why):
     [
         ({"kernel": "no-such"}, "no Jupyter kernel 'no-such'"),
         ({"jobs": 0}, "jobs is 0"),
+        ({"jobs": 10**6}, "jobs is 1,000,000: from one to "),
         ({"jobs": 2, "scheduler": "tcp://127.0.0.1:1"}, "workers of its own"),
         ({"scheduler": "nowhere"}, "no scheduler's address"),
         ({"out": "a\0b"}, "cannot be a path here"),
@@ -239,6 +240,41 @@ def test_what_is_no_notebook_is_refused(tmp_path):
         with pytest.raises(SweepError, match=why):
             run(tmp_path / name, {"batch_size": [1]}, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_notebook_that_names_no_kernel_or_is_of_an_old_format_is_python_and_one_in_another_language_is_refused(
+    notebook, tmp_path
+):
+    bare = nbformat.read(notebook, as_version=4)
+    del bare.metadata["kernelspec"]
+    nbformat.write(bare, tmp_path / "bare.ipynb")
+    cell = {"cell_type": "code", "input": PARAMETERS, "outputs": [], "language": "python", "collapsed": False}
+    cell["metadata"] = {"tags": ["parameters"]}
+    sheets = {"worksheets": [{"cells": [cell], "metadata": {}}]}
+    (tmp_path / "old.ipynb").write_text(json.dumps({"nbformat": 3, "nbformat_minor": 0, "metadata": {}, **sheets}))
+    bare.metadata["language_info"] = {"name": "julia"}
+    nbformat.write(bare, tmp_path / "julia.ipynb")
+    for name, why in (("bare", "takes whole numbers"), ("old", "takes whole numbers"), ("julia", "is in julia")):
+        with pytest.raises(SweepError, match=why):
+            run(tmp_path / f"{name}.ipynb", {"batch_size": "x"}, out=tmp_path / "out")
+
+
+def test_what_a_scheduler_s_workers_do_not_offer_is_said_once_and_so_is_that_it_has_gone():
+    from distributed import LocalCluster
+
+    local = {"processes": False, "protocol": "tcp://", "host": "127.0.0.1", "dashboard_address": "127.0.0.1:0"}
+    with LocalCluster(n_workers=1, threads_per_worker=1, resources={"CPU": 2}, **local) as there:
+        address = there.scheduler_address
+        (answer,) = cluster.completed(len, {"one": ("abc",)}, address, 0, {"CPU": 1})
+        assert answer == ("one", 3)
+        ((_, error),) = cluster.completed(len, {"one": (1,)}, address, 0, {})
+        assert isinstance(error, TypeError)
+        waiting = cluster.completed(len, {"one": ("abc",)}, address, 0, {"GPU": 1})
+        assert next(waiting) == ("", "no worker offers GPU=1 (there: 1 with CPU=2): waiting for one that does")
+        assert next(waiting) == ("", "")
+        there.close()
+        with pytest.raises(SweepError, match="the scheduler has gone away"):
+            next(waiting)
 
 
 def test_a_folder_with_other_things_in_it_or_a_file_is_refused_and_left_alone(notebook, tmp_path):
@@ -421,8 +457,11 @@ def test_killed_and_run_again_nothing_is_lost_or_finished_twice_and_what_failed_
 
 def test_ctrl_c_stores_what_is_finished_and_the_same_command_goes_on(command, tmp_path):
     out, log = tmp_path / "out", tmp_path / "log"
+    script = tmp_path / "script.py"  # of a user's, who has no `if __name__ == "__main__"` in it
+    script.write_text("import sys\nfrom everybyte.cli import main\nsys.exit(main(sys.argv[1:]))")
+    command = [sys.executable, str(script), *command[3:], "--jobs", "1"]
     group = subprocess.Popen(
-        [*command, "--jobs", "1"], stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=interruptible
+        command, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=interruptible
     )
     wait_for(lambda: results(out) >= 1)
     os.killpg(group.pid, signal.SIGINT)  # as a terminal does: to all that it started

@@ -24,6 +24,7 @@ from .worker import ENVIRONMENT, execute, outcome
 
 __all__ = ["Interrupted", "Outcome", "SweepError", "collect", "run"]
 
+_A_CORE: Final = 8  # jobs; each has a kernel, whose memory soon counts more than its time
 _ADDRESS: Final = re.compile(r"(\w+://)?[^/\s]+:\d+")
 
 Watch = Callable[[int, int, str], None]
@@ -90,15 +91,16 @@ def run(
     source, path = _read(Path(notebook)), Path(notebook).resolve()
     known = parameters(source, path.name)
     asked = combinations(known, grid, zipped=zipped)
-    if jobs is not None and jobs < 1:
-        raise SweepError(f"jobs is {jobs}: at least one runs at a time")
+    most = _A_CORE * cluster.cores()
+    if jobs is not None and not 1 <= jobs <= most:
+        raise SweepError(f"jobs is {jobs:,}: from one to {most}, {_A_CORE} a core, run at a time here")
     if jobs is not None and scheduler:
         raise SweepError("jobs is for this machine: a scheduler has workers of its own")
     if scheduler is not None and not _ADDRESS.fullmatch(scheduler):
         raise SweepError(f"{scheduler!r} is no scheduler's address: write it as tcp://host:8786")
     folder = Folder(Path(out).resolve())
     try:
-        kernel = _kernel(kernel or source.metadata.get("kernelspec", {}).get("name", "python3"))
+        kernel = _kernel(kernel or source.metadata.kernelspec.name)
         with folder.claimed():
             names = folder.admit(source, path.name, known, asked, append)
             results, stale, damaged = _stored(folder, names, retry_failed)
@@ -122,7 +124,7 @@ def run(
                         result = _line(labels[name], result)
                     watch(len(results), len(names), result)
             finally:
-                if results:
+                if (folder.path / "results").exists():  # some may be stored that were not yet heard of
                     folder.write_table()
             shutil.rmtree(folder.path / "running", ignore_errors=True)
             failed = {labels[name]: results[name]["error"] for name in names if results[name]["status"] == FAILED}
@@ -154,7 +156,11 @@ def _line(label: str, result: Mapping[str, Any]) -> str:
 
 
 def _lost(folder: Folder, name: str, values: Mapping[str, Value], error: Any) -> dict[str, Any]:
-    """Stores, and returns, the result of a combination with which workers died."""
+    """Stores, and returns, the result of a combination with which workers died; any other error ends the sweep."""
+    if not hasattr(error, "allowed_failures"):
+        said = " ".join(str(error).split())
+        why = f"{error.filename}: {error.strerror}" if getattr(error, "filename", None) else said
+        raise SweepError(f"a worker cannot go on ({type(error).__name__}: {why}): mend that, and run the same again")
     result = outcome(values, f"its worker died {error.allowed_failures + 1} times: is there too little memory?")
     folder.store(name, result)
     return result
@@ -174,7 +180,7 @@ def collect(out: str | Path) -> pd.DataFrame:
 
 
 def _read(path: Path) -> Any:
-    """The notebook, without outputs."""
+    """The notebook, without outputs, and of a kernel where it names none."""
     try:
         import dask  # noqa: F401
         import distributed  # noqa: F401
@@ -186,7 +192,7 @@ def _read(path: Path) -> Any:
         other = path.parent / f"{path.stem}.ipynb"
         raise SweepError(f"{path} is no notebook: name an .ipynb{f', such as {other}' * other.exists()}")
     try:
-        notebook = nbformat.read(path, as_version=4)
+        notebook = nbformat.from_dict(nbformat.read(path, as_version=4))
         nbformat.validate(notebook)
     except OSError as error:
         raise SweepError(f"{path}: {error.strerror or error}") from None
@@ -195,6 +201,11 @@ def _read(path: Path) -> Any:
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
+    spec = notebook.metadata.get("kernelspec", {})
+    language = notebook.metadata.get("language_info", {}).get("name") or spec.get("language") or "python"
+    if language.lower() != "python":
+        raise SweepError(f"{path} is in {language}: a sweep reads the parameters of notebooks in Python")
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"} | spec
     return notebook
 
 

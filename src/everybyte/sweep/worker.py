@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import platform
 import sys
@@ -49,6 +50,7 @@ def execute(
 
     folder = Folder(Path(out))
     os.environ.update(ENVIRONMENT)
+    logging.getLogger("papermill").setLevel(logging.CRITICAL)  # the result says what went wrong
     with folder.lock(name) as live:
         result, _ = folder.result(name)
         if result and digest(as_json(result)) != stale:
