@@ -28,6 +28,7 @@ help:  ## list the targets
 	@echo "  JOBS=4 how many tests run at a time."
 
 setup: $(INSTALLED)  ## make .venv and install the pinned requirements and the project
+	@mkdir -p _build
 
 $(INSTALLED): requirements.txt pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "No Python found as '$(PYTHON)'. Install Python 3.11 or later, or name yours: make $(MAKECMDGOALS) PYTHON=/path/to/python3"; exit 1; }

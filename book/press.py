@@ -11,8 +11,10 @@ writes under `notebooks/`.
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -33,6 +35,16 @@ CHAPTER = "[0-9][0-9]_*"
 
 VOLATILE_TAGS = frozenset({"timing", "nbval-ignore-output"})
 """Cells whose output may differ from run to run: nbval lets it through, and alone it is no reason to store anew."""
+
+
+RUN = """
+
+*Run this on your machine,* in the project's folder after `make setup` ({{doc}}`../book/how_to_run`):
+
+```{{code-block}} console
+$ .venv/bin/papermill --cwd notebooks {parameter}notebooks/{name}.ipynb _build/{name}.ipynb
+```"""
+"""What a page says under its run time; its notebook, which may be run from anywhere, does not."""
 
 
 class PressError(Exception):
@@ -59,7 +71,7 @@ class Book:
 
     @property
     def run(self) -> Path:
-        """Where `execute` leaves the executed notebooks, beside a copy of everything else that makes a page."""
+        """Where `execute` leaves the executed notebooks."""
         return self.root / "_build" / "run"
 
     @property
@@ -83,7 +95,8 @@ class Book:
         Raises:
             PressError: a cell failed; the message ends as its error does.
         """
-        stage(self, self.run)
+        shutil.rmtree(self.run, ignore_errors=True)
+        (self.run / "notebooks").mkdir(parents=True)
         runs = []
         for progress, notebook in numbered(self.executed()):
             print(f"{progress} executing {notebook.name} ...", flush=True)
@@ -115,10 +128,7 @@ class Book:
         print(f"Rendering the {'executed' if executed else 'stored'} notebooks ...", flush=True)
         with tempfile.TemporaryDirectory(dir=html.parent, prefix=".render-") as scratch:
             source, output = Path(scratch) / "source", Path(scratch) / "output"
-            if executed:
-                source = self.run
-            else:
-                stage(self, source)
+            stage(self, source, self.run / "notebooks" if executed else self.notebooks)
             jupyter_book = Path(sys.executable).with_name("jupyter-book")
             command = [jupyter_book, "build", source, "--path-output", output, "-W", "-n", "--keep-going", "-q"]
             done = subprocess.run(command, cwd=self.root, check=False, capture_output=True, text=True)
@@ -198,9 +208,8 @@ def execute(source: Path, target: Path, *, cwd: Path, parameters: Mapping[str, o
     return Run(target.stem, time.perf_counter() - start)
 
 
-def stage(book: Book, target: Path) -> None:
-    """Copy what Sphinx reads (configuration, prose, notebooks without their .md twins) into an empty `target`."""
-    shutil.rmtree(target, ignore_errors=True)
+def stage(book: Book, target: Path, notebooks: Path) -> None:
+    """Copy what Sphinx reads (configuration, prose, the notebooks of a folder, with `RUN`) into a new `target`."""
     target.mkdir(parents=True)
     for name in ("_config.yml", "_toc.yml"):
         shutil.copy(book.root / name, target)
@@ -208,8 +217,19 @@ def stage(book: Book, target: Path) -> None:
     shutil.copytree(book.root / "book", target / "book", ignore=tools)
     (target / "notebooks").mkdir()
     for notebook in book.executed():
-        shutil.copy(notebook, target / "notebooks")
+        page = with_command(nbformat.read(notebooks / notebook.name, as_version=4), notebook)
+        nbformat.write(page, target / "notebooks" / notebook.name)
     shutil.copytree(book.notebooks / "data", target / "notebooks" / "data")  # what pages offer for download
+
+
+def with_command(notebook: NotebookNode, path: Path) -> NotebookNode:
+    """Say in a chapter, in place, how it is run: with its first parameter, as an example of one, if it has any."""
+    defaults = [(name, ast.literal_eval(known["default"])) for name, known in papermill.inspect_notebook(path).items()]
+    parameter = "".join(f"-p {name} {value} " for name, value in defaults[:1])
+    said = RUN.format(parameter=parameter, name=path.stem)
+    head = notebook.cells[0]
+    head.source = re.sub(r"\*Run time:\*.*(\n.+)*", lambda found: found[0] + said, head.source, count=1)
+    return notebook
 
 
 def store(fresh: NotebookNode, source: Path) -> list[str]:

@@ -21,8 +21,9 @@ from packaging.requirements import Requirement
 
 import everybyte as eb
 from everybyte import record, recordings
-from everybyte.cases import SMALL, cases
+from everybyte.cases import FULL, SMALL, cases
 from everybyte.cli import main
+from everybyte.models import TFTConfig
 
 
 # The TFT's step has 28,000 ops whatever its size: it is traced below, and measured in tests/test_tft_memory.py.
@@ -46,6 +47,7 @@ def test_the_cases_are_the_book_s_at_full_size():
         full["gpt-fused"].body(run)
     parameters = run.timeline.frame().query("category == 'parameter' and action == 'alloc'")["nbytes"].sum()
     assert parameters == 2 * 1_278_332_928
+    assert FULL.tft == TFTConfig()  # the model of the TFT's chapters
 
 
 @pytest.fixture
@@ -99,6 +101,10 @@ def test_what_is_recorded_is_the_measured_run_and_what_is_predicted_is_its_trace
 def test_a_page_says_what_is_recorded_or_that_nothing_is(folder):
     assert recordings.recorded("gpt-eager", folder.parent).startswith("On NVIDIA RTX A4000, 20")
     assert "No GPU has run this yet" in recordings.recorded("gpt-fused", folder.parent)
+    (row,) = [row for row in recordings.read(folder).rows() if row["case"] == "gpt-eager"]
+    beside = {"traced": row["predicted_requested"], "recorded": row["recorded_requested"]}
+    assert recordings.peaks("gpt-eager", folder.parent) == {"NVIDIA RTX A4000": beside}
+    assert recordings.peaks("gpt-fused", folder.parent) == {}
     with pytest.raises(ValueError, match="no case 'gpt'; there are gpt-eager"):
         recordings.recorded("gpt")
 
@@ -350,7 +356,7 @@ def test_record_needs_a_copy_of_the_tree_and_four_packages(bare):
     rehearsal = """
 import importlib.util, everybyte as eb
 from everybyte import gpus, record
-from everybyte.cases import SMALL, cases
+from everybyte.cases import FULL, SMALL, cases
 assert not any(importlib.util.find_spec(name) for name in ("talib", "matplotlib", "tqdm", "pytest", "packaging"))
 for name in ("gpt-eager", "tft-streamed-8"):
     row, seconds = record.predict(cases(SMALL)[name], gpus.find("a4000"))

@@ -1,6 +1,6 @@
 """Trace a PyTorch training step without running it, measure it, and explain every byte."""
 
-from . import formulas, gpus, models, report, workspace
+from . import formulas, gpus, models, recordings, report, workspace
 from .allocator import Allocator
 from .audit import Ledger
 from .fit import fit_formula
@@ -31,6 +31,7 @@ __all__ = [
     "measure",
     "models",
     "parse_bytes",
+    "recordings",
     "report",
     "saved",
     "trace",

@@ -24,7 +24,7 @@ from .units import round_up
 
 FEATURES: Final = Path(__file__).parents[2] / "notebooks" / "data" / "sp500_small_features.parquet"
 NEW_TOKENS: Final = 8
-_GPT, _TFT = GPTConfig.seed(), TFTConfig.seed()
+_GPT, _TFT = GPTConfig.seed(), TFTConfig()
 
 
 @dataclass(frozen=True)

@@ -150,20 +150,30 @@ def recorded(case: str, folder: str | Path | None = None) -> str:
     Raises:
         ValueError: If there is no such case.
     """
+    said = [
+        f"On {recording.gpu}, {recording.provenance['date'][:10]}: {format_bytes(row['recorded_requested'])} asked for "
+        f"at the peak, {row['predicted_requested'] - row['recorded_requested']:+,} B from it to the trace; "
+        f"{format_bytes(row['recorded_allocated'])} allocated."
+        for recording, row in _of(case, folder)
+    ]
+    return " ".join(said) or "No GPU has run this yet: there is no recording of it."
+
+
+def peaks(case: str, folder: str | Path | None = None) -> dict[str, dict[str, int]]:
+    """The bytes that a case asks for at its peak, `traced` and `recorded`, by GPU: rows for `report.ledger`.
+
+    Raises:
+        ValueError: If there is no such case.
+    """
+    kinds = {"traced": "predicted_requested", "recorded": "recorded_requested"}
+    return {recording.gpu: {kind: row[n] for kind, n in kinds.items()} for recording, row in _of(case, folder)}
+
+
+def _of(case: str, folder: str | Path | None) -> Iterator[tuple[Recording, dict[str, Any]]]:
     if case not in cases():
         raise ValueError(f"no case {case!r}; there are {', '.join(cases())}")
-    said = []
     for recording in stored(folder):
-        for row in recording.rows():
-            if row["case"] == case and row["status"] == "recorded":
-                bytes_ = row["recorded_requested"]
-                difference = row["predicted_requested"] - bytes_
-                allocated, date = row["recorded_allocated"], recording.provenance["date"][:10]
-                said.append(
-                    f"On {recording.gpu}, {date}: {format_bytes(bytes_)} asked for at the peak, {difference:+,} B from "
-                    f"it to the trace; {format_bytes(allocated)} allocated."
-                )
-    return " ".join(said) or "No GPU has run this yet: there is no recording of it."
+        yield from ((recording, row) for row in recording.rows() if (row["case"], row["status"]) == (case, "recorded"))
 
 
 # -- whether to believe one --------------------------------------------------------------------------------------------

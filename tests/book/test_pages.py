@@ -55,6 +55,12 @@ def test_every_chapter_became_a_page(pages, site):
     assert {"index.html", "book/start_here.html", "book/how_to_run.html"} <= shown
 
 
+def test_every_chapter_s_page_has_at_its_head_the_command_that_runs_it(pages, site):
+    for name in (path.stem for path in BOOK.executed()):
+        commands = [block.get_text() for block in pages[site / "notebooks" / f"{name}.html"].select("pre")]
+        assert f"notebooks/{name}.ipynb _build/{name}.ipynb" in commands[0], name
+
+
 def test_no_page_loads_anything_remote(pages):
     remote = {str(path): [address for address in loads(page) if REMOTE.match(address)] for path, page in pages.items()}
     assert not {path: found for path, found in remote.items() if found}

@@ -14,11 +14,24 @@ SOURCES = BOOK.sources()
 
 chapters = pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
 
-# A chapter has 8 to 20 code cells of at most 12 lines. An exception has its reason, and fails once it is none.
-CELLS, LINES = range(8, 21), 12
-OTHER_CELLS = {
-    "99_versions": "a page of the versions in use, no chapter",
+# What is agreed for every chapter, and for which one not, and why. An exception that is none any more fails too.
+CELLS, LINES, EXERCISES = range(8, 21), 12, range(2, 5)
+_NO_CHAPTER = "a list of versions, no chapter"
+EXCEPTIONS = {
+    **{(rule, "99_versions"): _NO_CHAPTER for rule in ("cells", "goals", "exercises", "boxes", "next")},
+    ("exercises", "24_one_step"): "it is swept, and each number that it glues would be a column",
 }
+
+
+def agreed(rule: str, source: Path, kept: bool, fault: object) -> None:
+    if (rule, source.stem) in EXCEPTIONS:
+        assert not kept, f"take {rule!r} of {source.stem} out of EXCEPTIONS"
+    else:
+        assert kept, fault
+
+
+def prose(source: Path) -> str:
+    return "\n\n".join(cell.source for cell in read_source(source).cells if cell.cell_type == "markdown")
 
 
 def cells(notebook: nbformat.NotebookNode) -> list[tuple[object, ...]]:
@@ -74,13 +87,41 @@ def test_outputs_that_are_compared_hold_no_stderr_and_no_output_holds_a_path_of_
 @chapters
 def test_code_cells_are_few_enough_and_short_enough_to_be_read(source):
     code = [cell.source for cell in read_source(source).cells if cell.cell_type == "code"]
-    lines = [sum(bool(line.strip()) for line in text.splitlines()) for text in code]
-    long = [text for text, count in zip(code, lines, strict=True) if count > LINES]
-    readable = len(code) in CELLS and not long
-    if source.stem in OTHER_CELLS:
-        assert not readable, f"take {source.stem} out of OTHER_CELLS"
-    else:
-        assert readable, f"{len(code)} code cells; too long: {long}"
+    long = [text for text in code if sum(bool(line.strip()) for line in text.splitlines()) > LINES]
+    agreed("cells", source, len(code) in CELLS and not long, f"{len(code)} code cells; too long: {long}")
+
+
+@chapters
+def test_a_chapter_says_first_what_it_is_good_for_what_it_presupposes_and_how_long_it_takes(source):
+    head = prose(source).partition("\n## ")[0]
+    assert "*Run time:*" in head
+    goals = re.search(r"\{admonition\} You will be able to\n:class: takeaway\n((?:[- ] .+\n)+)", head)
+    three = goals is not None and len(re.findall("^- ", goals[1], re.MULTILINE)) == 3
+    agreed("goals", source, three and "*Prerequisites:*" in head, head)
+
+
+@chapters
+def test_two_to_four_exercises_have_a_number_that_was_computed_in_their_folded_answers(source):
+    exercises = re.findall(r"^(:{3,})\{admonition\} Exercise (\d)\n(.*?)\n\1$", prose(source), re.MULTILINE | re.DOTALL)
+    numbers = [int(number) for _, number, _ in exercises]
+    answers = [text.partition("{dropdown} Answer\n")[2] for _, _, text in exercises]
+    complete = len(numbers) in EXERCISES and numbers == [*range(1, len(numbers) + 1)]
+    agreed("exercises", source, complete and all("{glue:text}" in answer for answer in answers), answers)
+
+
+@chapters
+def test_every_section_has_its_point_in_a_box(source):
+    sections = re.split(r"^## ", prose(source), flags=re.MULTILINE)[1:]
+    rest = [text for text in sections if text.splitlines()[0] not in ("Parameters", "Exercises", "Summary")]
+    bare = [text.splitlines()[0] for text in rest if "{admonition} " not in text]
+    agreed("boxes", source, not bare, f"no takeaway, and no claim that fails: {bare}")
+
+
+@chapters
+def test_a_chapter_ends_with_what_comes_next(source):
+    agreed(
+        "next", source, prose(source).strip().rpartition("\n\n")[2].startswith("**Next:**"), "no **Next:** at its end"
+    )
 
 
 @chapters

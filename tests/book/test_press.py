@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
 
 import nbformat
 import pytest
-from press import BOOK, Book, PressError, joined_streams, main, read_source
+from press import BOOK, Book, PressError, joined_streams, main, read_source, with_command
+
+read = partial(nbformat.read, as_version=4)
 
 SOURCE = """\
 ---
@@ -89,6 +95,17 @@ def test_pieces_of_one_stream_are_joined_and_two_streams_are_not():
     pieces = [("stdout", "a"), ("stdout", "b"), ("stderr", "c"), ("stdout", "d")]
     joined = joined_streams(nbformat.v4.new_output("stream", name=name, text=text) for name, text in pieces)
     assert [(output.name, output.text) for output in joined] == [("stdout", "ab"), ("stderr", "c"), ("stdout", "d")]
+
+
+def test_the_command_at_the_head_of_a_page_runs_as_it_stands(tmp_path):
+    notebook = BOOK.notebooks / "24_one_step.ipynb"
+    (command,) = re.findall(r"^\$ (.+)$", with_command(read(notebook), notebook).cells[0].source, flags=re.MULTILINE)
+    assert command.startswith(".venv/bin/papermill --cwd notebooks -p model decoder ")
+    program, *arguments = command.replace("_build/", f"{tmp_path}/").split()
+    program = Path(sys.executable).with_name(Path(program).name)
+    done = subprocess.run([program, *arguments], cwd=BOOK.root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert all(cell.execution_count for cell in read(tmp_path / notebook.name).cells if cell.cell_type == "code")
 
 
 def test_rendering_a_run_that_never_happened_says_what_to_do(small, capsys):
