@@ -8,6 +8,8 @@ description. Views and factories are quick already and are not remembered.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import cache
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -16,19 +18,25 @@ from torch.utils._pytree import tree_leaves
 from .rules import Rules
 
 META: Final = torch.device("meta")
+ABSENT: Final = object()
+"""What is known of a call that is not remembered."""
 _TENSOR_RETURNS: Final = frozenset({"Tensor", "List[Tensor]"})
-_ABSENT: Final = object()  # a call that is not remembered yet
-_UNTOLD: Final = object()  # one that cannot be told from others
 _Tensor: Final = torch.Tensor
 _empty_strided: Final = torch.empty_strided
 
 
-class _New(NamedTuple):
-    """A tensor that a kernel makes."""
+class New(NamedTuple):
+    """A tensor that a kernel makes, with what a timeline says of it."""
 
     size: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
+    nbytes: int
+    shape_text: str
+    dtype_name: str
+
+    def make(self) -> torch.Tensor:
+        return _empty_strided(self.size, self.stride, dtype=self.dtype, device=META)
 
 
 class Plan:
@@ -41,13 +49,14 @@ class Plan:
 
     def __init__(self, func: Any, rules: Rules) -> None:
         kernel = rules.kernel(func)
-        self._kernel: Callable[..., Any] = func._op if kernel is func else kernel  # `_op` is what the op itself calls
-        self._remembers = _can_be_remembered(func)
+        self.kernel: Callable[..., Any] = func._op if kernel is func else kernel  # `_op` is what the op itself calls
+        self.remembers = _can_be_remembered(func)
         self._returns: dict[Any, Any] = {}  # by call
         # A number's value changes what is computed, never a shape: only its type tells calls apart.
-        self._numbers = frozenset(
-            i for i, arg in enumerate(func._schema.arguments) if str(arg.type) in ("Tensor", "number", "float")
-        )
+        arguments = [
+            (i, a) for i, a in enumerate(func._schema.arguments) if str(a.type) in ("Tensor", "number", "float")
+        ]
+        self.numbers = frozenset([i for i, _ in arguments] + [a.name for _, a in arguments])
 
     def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], int, Any]:
         """Looks at a call's arguments, once for all that depends on them.
@@ -56,12 +65,12 @@ class Plan:
             The tensors among them; how many of these are in host memory; and what the call's result depends on, None
             if that cannot be told.
         """
-        if not self._remembers:
+        if not self.remembers:
             found = tensors_in(args, kwargs)
             return found, len([tensor for tensor in found if not tensor.is_meta]), None
         tensors: list[torch.Tensor] = []
         key: list[Any] | None = [torch.is_grad_enabled(), torch.get_default_dtype()]
-        of_host, numbers = 0, self._numbers
+        of_host, numbers = 0, self.numbers
         for i, arg in enumerate(args):
             if isinstance(arg, _Tensor):
                 tensors.append(arg)
@@ -81,26 +90,30 @@ class Plan:
             tensors += among
             of_host += len([tensor for tensor in among if not tensor.is_meta])
             for name, arg in kwargs.items():
-                key.append((name, type(arg), _sequence_key(arg) if isinstance(arg, (list, tuple)) else arg))
+                value = _sequence_key(arg) if isinstance(arg, (list, tuple)) else None if name in numbers else arg
+                key.append((name, type(arg), value))
             if among or kwargs.get("device") not in (None, META):
                 return tensors, of_host, None
         return tensors, of_host, None if of_host else tuple(key)
 
+    def returned(self, key: Any) -> Any:
+        """What a call that `look` has looked at returned before, as `make` takes it; `ABSENT` if that is not known."""
+        try:
+            return self._returns.get(key, ABSENT)
+        except TypeError:  # cannot be hashed
+            return ABSENT
+
     def run(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the kernel returns for a call that `look` has looked at."""
-        try:
-            known = self._returns.get(key, _ABSENT) if key is not None else _UNTOLD
-        except TypeError:  # cannot be hashed
-            known = _UNTOLD
-        if known is _UNTOLD:
-            return self._kernel(*args, **kwargs)
-        if known is not _ABSENT:
-            return _make(known, args)
-        out = self._kernel(*args, **kwargs)
-        if _is_plain(out, args):
-            self._returns[key] = _describe(out, args)
-        else:
-            self._remembers = False
+        known = self.returned(key)
+        if known is not ABSENT:
+            return make(known, args)
+        out = self.kernel(*args, **kwargs)
+        if key is not None:
+            self.remembers = _is_plain(out, args)
+            with suppress(TypeError):  # cannot be hashed
+                if self.remembers:
+                    self._returns[key] = _describe(out, args)
         return out
 
 
@@ -155,24 +168,39 @@ def _is_plain(out: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _describe(out: Any, args: tuple[Any, ...]) -> Any:
-    """The description that `_make` needs: of a new tensor what it is like, of an argument its position."""
+    """The description that `make` needs: of a new tensor what it is like, of an argument its position."""
     if isinstance(out, torch.Tensor):
         for i, arg in enumerate(args):
             if out is arg:
                 return i
-        return _New(out.size(), out.stride(), out.dtype)
+        size, dtype = out.size(), out.dtype
+        nbytes = out.untyped_storage().nbytes()
+        return New(size, out.stride(), dtype, nbytes, shape_text(size), dtype_name(dtype))
     if isinstance(out, (tuple, list)):
         return type(out), [_describe(item, args) for item in out]
     return None
 
 
-def _make(description: Any, args: tuple[Any, ...]) -> Any:
+def make(description: Any, args: tuple[Any, ...]) -> Any:
+    """What a call returns that is like an earlier one: new tensors, and those of its arguments that it gives back."""
     kind = type(description)
-    if kind is _New:
-        return _empty_strided(description.size, description.stride, dtype=description.dtype, device=META)
+    if kind is New:
+        return description.make()
     if kind is int:
         return args[description]
     if description is None:
         return None
     kind, items = description
-    return kind(_make(item, args) for item in items)
+    return kind(make(item, args) for item in items)
+
+
+@cache
+def shape_text(size: torch.Size) -> str:
+    """A shape as a timeline writes it: "[8, 50, 256]"."""
+    return str(list(size))
+
+
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as a timeline writes it: "float32"."""
+    return str(dtype).removeprefix("torch.")

@@ -38,7 +38,11 @@ class Scalars:
         if not self._pending:
             return
         pending, self._pending = self._pending, []
-        kept = _kept(out, {maker for maker, *_ in pending}) if torch.is_grad_enabled() else _Kept()
+        if not torch.is_grad_enabled():
+            for _, _, event, _ in pending:
+                self._storages.recorder.free(event)
+            return
+        kept = _kept(out, {maker for maker, *_ in pending})
         for maker, op, event, nbytes in pending:
             if kept.get(maker):
                 self._storages.follow(kept[maker].pop(), event, nbytes)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from functools import cache
 from typing import Any
 
 import torch
 
 from .attribution import storage_of
+from .kernels import New, dtype_name, shape_text
 from .timeline import Recorder
 
 
@@ -41,8 +41,14 @@ class Storages:
         """Records the tensor's storage as allocated now. `what` says op, module and line."""
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
-        event = self.recorder.alloc(nbytes, shape=_shape(tensor.shape), dtype=_dtype(tensor.dtype), **what)
+        event = self.recorder.alloc(nbytes, shape=shape_text(tensor.shape), dtype=dtype_name(tensor.dtype), **what)
         self.follow(storage, event, nbytes)
+        return event
+
+    def record_made(self, tensor: torch.Tensor, like: New, op: str, **what: Any) -> int:
+        """`record` of a tensor that is new and known to be like this."""
+        event = self.recorder.alloc(like.nbytes, shape=like.shape_text, dtype=like.dtype_name, op=op, **what)
+        self.follow(tensor.untyped_storage(), event, like.nbytes)
         return event
 
     def follow(self, storage: torch.UntypedStorage, event: int, nbytes: int) -> None:
@@ -92,13 +98,3 @@ class Storages:
         for event in made:
             if not self.recorder.is_live(event):
                 self.recorder.label(event, "scratch")
-
-
-@cache
-def _shape(size: torch.Size) -> str:
-    return str(list(size))
-
-
-@cache
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

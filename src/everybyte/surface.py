@@ -158,6 +158,7 @@ class Surface(TorchFunctionMode):
         self._special: dict[Any, Callable[[Any, Any, dict[str, Any]], Any]] = {
             **dict.fromkeys(_device_constructors(), self._make),
             **dict.fromkeys(_LOOKS, _LOOK),
+            tensor.grad.__set__: _LOOK,
             **dict.fromkeys(self._says, self._say),
             **dict.fromkeys(_READS, self._read),
             **dict.fromkeys((tensor.__getitem__, tensor.__setitem__), self._take_index),
@@ -176,7 +177,7 @@ class Surface(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if types and _classes_are_asked() and (own := [kind for kind in types if _overrides(kind)]):
+        if types and (own := _overriding(types)) and _classes_are_asked():
             with self:  # the code of a tensor's own class sees the device too
                 answers = (kind.__torch_function__(func, types, args, kwargs) for kind in own)
                 return next((answer for answer in answers if answer is not NotImplemented), NotImplemented)
@@ -460,6 +461,11 @@ def _overrides(kind: type) -> bool:
     own = getattr(kind, "__torch_function__", None)
     plain = (torch._C._disabled_torch_function_impl, torch.Tensor.__torch_function__)
     return own is not None and own not in plain and getattr(own, "__func__", own) is not plain[1].__func__
+
+
+@cache
+def _overriding(kinds: tuple[type, ...]) -> tuple[type, ...]:
+    return tuple(kind for kind in kinds if _overrides(kind))
 
 
 def _any_of_the_user_s_own(tensors: Any) -> bool:

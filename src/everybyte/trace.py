@@ -10,22 +10,25 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache, partial
 from typing import Any, Final, Self
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 
 from . import gpus, snapshot_file, values, workspace
 from .attribution import Attribution, asking_frame, line_of_code_that, storage_of, user_frame, user_line
+from .direct import Direct, Known
 from .files import guarded
 from .gpus import GPU
-from .kernels import META, Plan, tensors_in
+from .kernels import ABSENT, META, New, make, tensors_in
 from .kinds import has_no_memory, other_kind, runs_own_code
 from .memory_stats import MemoryStats
 from .operands import Operands
+from .ops import COPY, EMPTY, ITEM, LIFT, PACK, UNSCALE, Op
 from .rules import RULES, Rules, candle, engine
 from .rules.autocast import Autocast
 from .run import Run, empty_caches_of_tensors
@@ -37,12 +40,9 @@ from .torch_cuda import believable, refusing
 from .values import UNKNOWN, DataDependentShape, KnownValues, UnknownRead
 
 aten: Final = torch.ops.aten
-_ITEM: Final = aten._local_scalar_dense.default
-_COPY: Final = aten.copy_.default
 _INDEX: Final = aten.index.Tensor
-_UNSCALE: Final = aten._amp_foreach_non_finite_check_and_unscale_.default
 _ACROSS: Final = frozenset(
-    {_COPY, aten._to_copy.default, _INDEX, aten._index_put_impl_.default, aten.index_put_.default}
+    {COPY, aten._to_copy.default, _INDEX, aten._index_put_impl_.default, aten.index_put_.default}
 )
 """Ops that take a tensor from the host beside the device's own: copies, and indices (`ATen/native/IndexingUtils.h`)."""
 _HEALTHY: Final = {
@@ -50,11 +50,7 @@ _HEALTHY: Final = {
     **dict.fromkeys((torch.isnan, torch.Tensor.isnan, torch.isinf, torch.Tensor.isinf), False),
 }
 """Question -> its answer for every number of a training run that goes well; data that is brought in may hold others."""
-_PACK: Final = aten._pack_padded_sequence.default
-_EMPTY: Final = aten.empty.memory_format
 _NO_META_KERNEL: Final = ("no fake impl registered", "INTERNAL ASSERT FAILED")
-_LIFT: Final = aten.lift_fresh.default
-_SPECIAL: Final = frozenset({_ITEM, _COPY, _PACK, _EMPTY, _LIFT})
 _ACCUMULATE_GRAD: Final = torch._C._functions.AccumulateGrad
 _is_inference = torch.is_inference_mode_enabled
 _current_node = torch._C._current_autograd_node
@@ -99,52 +95,6 @@ def trace(rules: str = "cpu", gpu: str | GPU | None = None, retention: str = "py
     return Trace(followed, None if followed.on_host else gpus.find(gpus.DEFAULT if gpu is None else gpu))
 
 
-@dataclass(frozen=True)
-class _Op:
-    """What a trace needs to know of an op, asked once: an op comes thousands of times."""
-
-    plan: Plan
-    name: str  # without namespace and overload
-    aliases: bool  # every output is a view of, or is, an argument: no storage can be new
-    mutates: bool
-    written: tuple[tuple[int, str], ...]  # positions and names of the arguments that are written
-    may_grow: bool  # an argument that is written can get another size
-    number_slots: tuple[int, ...]  # positions at which a number that was given becomes a tensor that is counted
-    data_dependent: bool  # the result's shape, or the result itself if it is no tensor, depends on values
-    may_take_over: bool  # a real run may write the result into an argument
-    composed: bool  # the rules have it run as the ops that it is made of
-    special: bool  # `Trace.on_op` treats it in a way of its own
-    scratch: Callable[..., Iterable[int]] | None  # of the rules
-    scratch_first: bool
-    takes_more: bool  # scratch, a workspace, or what no rule derives
-
-    @classmethod
-    def of(cls, func: Any, rules: Rules) -> Self:
-        schema, tags = func._schema, func.tags
-        name, arguments = schema.name.split("::")[1], list(enumerate(schema.arguments))
-        resizes = "resize" in name or name.startswith("set_")
-        scratch = rules.scratch.get(func)
-        named = func in rules.left_out or func in rules.not_covered
-        takes_more = scratch is not None or named or func in workspace.PRODUCTS
-        counted = rules.on_host and not rules.keeps_operands  # candle keeps a number in the operation
-        return cls(
-            plan=Plan(func, rules),
-            name=name,
-            aliases=bool(schema.returns) and all(returned.alias_info is not None for returned in schema.returns),
-            mutates=schema.is_mutable,
-            written=tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write),
-            may_grow=resizes or any(arg.is_out for arg in schema.arguments),
-            number_slots=tuple(i for i, arg in arguments if counted and str(arg.type) == "Tensor"),
-            data_dependent=torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags,
-            may_take_over=func in engine.WRITES,
-            composed=func in rules.composed,
-            special=func in _SPECIAL,
-            scratch=scratch,
-            scratch_first=takes_more and func in rules.scratch_first,
-            takes_more=takes_more,
-        )
-
-
 class Trace(Run):
     """A trace under way, or done. Made by `trace`.
 
@@ -171,7 +121,7 @@ class Trace(Run):
         self.gpu = gpu
         self.stream = 0
         self._rules = rules
-        self._ops: dict[int, _Op] = {}  # by the op's identity: its own hash is a call of Python
+        self._ops: dict[int, Op] = {}  # by the op's identity: its own hash is a call of Python
         self._device = str(rules.device)
         self.attribution = Attribution(self._on_module, self._on_optimizer, self._label_module)
         self.unknown_reads: list[UnknownRead] = []
@@ -192,9 +142,12 @@ class Trace(Run):
         self._storages = Storages(forget=self._known.forget)
         self._scalars = Scalars(self._storages)
         self._operands = Operands()
+        self._direct = Direct(rules.device)
+        self._after = {*rules.not_covered, *rules.left_out, *_HEALTHY}  # functions after which something is noted
         self._calls: list[tuple[Any, Any]] = []  # open calls of torch's Python face, and the backward node of each
         self._made: list[int] = []  # by the op that ran last
         self._workspaces: dict[tuple[str, str], workspace.Workspace] = {}  # by library and thread
+        self._libraries = workspace.libraries()
         self._room = gpu.usable[0] if gpu else None  # until it has been full once
         self._optimizing = False
         self._number: int | None = None  # of the backward node that ran the last op; None where the phase may change
@@ -291,24 +244,47 @@ class Trace(Run):
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a call of torch's Python face, by the path that the rules give."""
+        kind = self._direct.kind(function, args, kwargs) if self._optimizing else None
+        known = None if kind is None else self._direct.known.get(kind)
+        if known is not None and _current_node() is None:
+            return self._directly(known, args, kwargs)
+        watched = self._direct.watch(kind, args, kwargs)
         self._calls.append((function, _current_node()))
         try:
             if function in self._rules.functions:
                 out = self._autocast.run(function, args, kwargs, partial(self._by_rule, function))
             else:
                 out = function(*args, **kwargs)
+                if watched and function not in self._after:
+                    self._direct.learn()
         except StopRecomputation:
             self._storages.label_lost(self._made)
             raise
         finally:
             self._calls.pop()
+            if watched:
+                self._direct.watched = None
         self._scalars.settle(out)
         if self._rules.keeps_operands:
             self._operands.settle(out)
-        if function in self._rules.not_covered or function in self._rules.left_out:
+        if function in self._after:
             self._note_left_out(function, args, kwargs)
-        if function in _HEALTHY:
-            self._answer_healthy(function, out)
+            if function in _HEALTHY:
+                self._answer_healthy(function, out)
+        return out
+
+    def _directly(self, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a call that is known to become an op, outside any backward node."""
+        if self._number != -1:
+            self._at_node(None, -1)
+        if known.op.aliases:
+            out = self._run(*known, args, kwargs, tensors_in(args, kwargs), None, None, True)
+        else:
+            with torch._C._DisableTorchDispatch():
+                out = self._run(*known, args, kwargs, tensors_in(args, kwargs), None, None, True)
+        for i, _ in known.op.written:
+            increment_version(args[i])
+        self._scalars.settle(out)
         return out
 
     def _answer_healthy(self, function: Callable[..., Any], answer: torch.Tensor) -> None:
@@ -414,96 +390,128 @@ class Trace(Run):
 
     # -- ops -----------------------------------------------------------------------------------------------------------
 
-    def op(self, func: Any) -> _Op:
+    def op(self, func: Any) -> Op:
         """What is to be known of an op."""
         known = self._ops.get(id(func))
         if known is None:
-            known = self._ops[id(func)] = _Op.of(func, self._rules)
+            known = self._ops[id(func)] = Op.of(func, self._rules)
         return known
 
-    def on_op(self, func: Any, op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_op(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Lets one op run on the meta device and records the storages it makes."""
         node = _current_node()
         if (number := -1 if node is None else node._sequence_nr()) != self._number:
             self._at_node(node, number)
+        if self._direct.watched is not None:
+            self._direct.note(op, args, kwargs)
         caller, caller_node = self._calls[-1] if self._calls else (None, None)
         from_python = caller is not None and caller_node is node
         if self._rules.keeps_operands:
             self._operands.note([tensor for tensor in tensors_in(args, kwargs) if self.counts(tensor)])
-        if op.may_take_over and self._writes.takes_over(func, args, node, caller, from_python):
+        if op.is_view and args[0].is_meta:
+            try:
+                out = op.plan.kernel(*args, **kwargs)
+                self._made = []
+                return out
+            except (RuntimeError, NotImplementedError):
+                pass  # raised again, and explained, below
+        if op.may_take_over and self._writes.takes_over(op.func, args, node, caller, from_python):
             if op.takes_more:
-                self._record_scratch(func, op, args, kwargs, node)
+                self._record_scratch(op, args, kwargs, node)
             return args[0]
         if (
             op.special
-            and func in (_EMPTY, _LIFT)
+            and op.func in (EMPTY, LIFT)
             and not self._calls
             and (self._rules.on_host or not made_for_the_host(asking_frame()))
         ):
-            if func is _EMPTY:  # torch.Tensor(2, 3), which has no Python face
+            if op.func is EMPTY:  # torch.Tensor(2, 3), which has no Python face
                 kwargs = {**kwargs, "device": META}
             elif args[0].untyped_storage().resizable():  # torch.Tensor([1.0, 2.0]); not torch.from_numpy(...)
                 return self.adopt(args[0], "tensor")
         tensors, of_host, key = self._look(op, args, kwargs)
         if of_host == len(tensors) and not self._rules.on_host and kwargs.get("device") != META:
-            return func(*args, **kwargs)  # the host's own, beside the device: really run, and nothing of it is counted
+            return op.func(
+                *args, **kwargs
+            )  # the host's own, beside the device: really run, and nothing of it is counted
         if op.special:
-            if func is _ITEM:
+            if op.func is ITEM:
                 return self._read(tensors[0])
-            if func is _COPY and not self._rules.on_host and not args[0].is_meta:
+            if op.func is COPY and not self._rules.on_host and not args[0].is_meta:
                 self._unknown_read("copy_", args[1])  # the host's own memory, filled with what nobody knows
                 return args[0]
-            if func is _PACK:
+            if op.func is PACK:
                 args, key = (args[0], self._lengths(args[1]), *args[2:]), None
-        if 0 < of_host < len(tensors) and func is not _PACK:
-            args, kwargs = self._meet(func, tensors, args, kwargs)
+        if 0 < of_host < len(tensors) and op.func is not PACK:
+            args, kwargs = self._meet(op, tensors, args, kwargs)
             tensors, of_host, key = op.plan.look(args, kwargs)
+        return self._run(op, op.plan.returned(key), args, kwargs, tensors, key, node, from_python)
+
+    def _run(
+        self,
+        op: Op,
+        returns: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[torch.Tensor],
+        key: Any,
+        node: Any,
+        from_python: bool,
+    ) -> Any:
+        """Lets an op run whose tensors are traced ones, and records what it makes and writes."""
         if from_python and op.number_slots:
             self._make_scalars(op, args)
         known = self._known.covers(tensors)
         early = op.mutates or op.data_dependent
-        real = self._known.follow(func, args, kwargs) if known and early else UNKNOWN
-        try:
-            out = op.plan.run(key, args, kwargs)
-        except (RuntimeError, NotImplementedError) as error:
-            if op.data_dependent:
-                out = self._by_value(func, args, real)
-            elif isinstance(error, NotImplementedError) or any(sign in str(error) for sign in _NO_META_KERNEL):
-                raise NotImplementedError(
-                    f"{user_line()}: {op.name} cannot be traced: PyTorch does not say what shape it returns on the "
-                    "meta device; leave it out of the traced block, or write it in other operations"
-                ) from None
-            else:
-                raise
+        real = self._known.follow(op, args, kwargs) if known and early else UNKNOWN
+        if returns is not ABSENT:
+            out = make(returns, args)
+        else:
+            try:
+                out = op.plan.run(key, args, kwargs)
+            except (RuntimeError, NotImplementedError) as error:
+                if op.data_dependent:
+                    out = self._by_value(op, args, real)
+                elif isinstance(error, NotImplementedError) or any(sign in str(error) for sign in _NO_META_KERNEL):
+                    raise NotImplementedError(
+                        f"{user_line()}: {op.name} cannot be traced: PyTorch does not say what shape it returns on the "
+                        "meta device; leave it out of the traced block, or write it in other operations"
+                    ) from None
+                else:
+                    raise
         if known and not early and all(map(values.is_small, tensors_in((out,), {}))):
-            real = self._known.follow(func, args, kwargs)
+            real = self._known.follow(op, args, kwargs)
         self._made = []
         if not op.aliases:
-            results = tensors_in(out if isinstance(out, (tuple, list)) else (out,), {})
-            if not op.scratch_first:
-                self._record_results(results, op, node)
+            if type(returns) is New and not op.scratch_first:
+                if returns.nbytes:
+                    self._made.append(self._storages.record_made(out, returns, op.name, **self._whose(node)))
+            else:
+                results = tensors_in(out if isinstance(out, (tuple, list)) else (out,), {})
+                if not op.scratch_first:
+                    self._record_results(results, op, node)
             if op.takes_more:
-                self._record_scratch(func, op, args, kwargs, node, results if op.scratch_first else ())
+                self._record_scratch(op, args, kwargs, node, results if op.scratch_first else ())
             elif self._room is not None:
                 self._note_room()
         elif op.mutates and op.takes_more:
-            self._record_scratch(func, op, args, kwargs, node)
+            self._record_scratch(op, args, kwargs, node)
         if op.mutates:
             for i, name in op.written:
                 written = args[i] if i < len(args) else kwargs.get(name)
                 for tensor in (written,) if isinstance(written, torch.Tensor) else written or ():
                     if op.may_grow and self.counts(tensor) and self._storages.has_grown(tensor):
                         self._storages.record_growth(tensor, op=op.name, **self._whose(node))
-                    keeps = op.name == "set_" or (func is _UNSCALE and i == 1)  # it finds no infinity
+                    keeps = op.name == "set_" or (op.func is UNSCALE and i == 1)  # it finds no infinity
                     if real is UNKNOWN and not keeps:
                         self._known.forget(tensor.untyped_storage()._cdata)
-            if func is _UNSCALE:
+            if op.func is UNSCALE:
                 self.unknown_reads.append(UnknownRead(user_line(), op.name))
         elif real is not UNKNOWN:
             self._remember(out, real)
         return out
 
-    def _look(self, op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], int, Any]:
+    def _look(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], int, Any]:
         """`Plan.look`; real tensors that are not plain are left to the host, if it is another device, or refused."""
         try:
             tensors, of_host, key = op.plan.look(args, kwargs)
@@ -560,7 +568,7 @@ class Trace(Run):
             module = self.attribution.module_of_node(node._sequence_nr())
         return {"module": module, "line": user_line(), "device": self._device, "stream": self.stream}
 
-    def _record_results(self, results: Iterable[torch.Tensor], op: _Op, node: Any) -> None:
+    def _record_results(self, results: Iterable[torch.Tensor], op: Op, node: Any) -> None:
         """Records the storages among an op's results that are new."""
         for made in results:
             try:
@@ -571,31 +579,30 @@ class Trace(Run):
             if new:
                 self._made.append(self._storages.record(made, op=op.name, **self._whose(node)))
 
-    def _record_scratch(
-        self, func: Any, op: _Op, args: Any, kwargs: Any, node: Any, results: Iterable[torch.Tensor] = ()
-    ) -> None:
+    def _record_scratch(self, op: Op, args: Any, kwargs: Any, node: Any, results: Iterable[torch.Tensor] = ()) -> None:
         """Records what the kernel allocates for itself, results that it makes after that, and that it gives it back."""
-        self._note_left_out(func, args, kwargs)
+        if op.is_named:
+            self._note_left_out(op.func, args, kwargs)
         recorder, live = self._storages.recorder, []
-        whose = self._whose(node) if op.scratch is not None else {}
         for nbytes in op.scratch(*args, **kwargs) if op.scratch is not None else ():
             if nbytes < 0:  # gives one back before the others
                 recorder.free(live.pop(next(i for i, (size, _) in enumerate(live) if size == -nbytes))[1])
             elif nbytes > 0:
-                live.append((nbytes, recorder.alloc(nbytes, op=op.name, **whose)))
+                live.append((nbytes, recorder.alloc(nbytes, op=op.name, **self._whose(node))))
                 recorder.label(live[-1][1], "scratch")
         self._record_results(results, op, node)
-        self._note_workspace(func, op, args, kwargs, node)
+        if op.multiplies and self.gpu is not None:
+            self._note_workspace(op, args, kwargs, "forward" if node is None else "backward")
         self._note_room()
         for _, event in reversed(live):  # as C++ destroys what a function holds
             recorder.free(event)
 
-    def _note_workspace(self, func: Any, op: _Op, args: Any, kwargs: Any, node: Any) -> None:
+    def _note_workspace(self, op: Op, args: Any, kwargs: Any, thread: str) -> None:
         """Notes the first product of each thread: autograd's engine has one of its own for the GPU."""
-        if self.gpu is None or func not in workspace.PRODUCTS:
+        if all((library, thread) in self._workspaces for library in self._libraries):
             return
-        thread, event = "forward" if node is None else "backward", self._storages.recorder.events
-        for library, nbytes in workspace.asked(func, args, kwargs, self.gpu).items():
+        event = self._storages.recorder.events
+        for library, nbytes in workspace.asked(op.func, args, kwargs, self.gpu).items():
             if (library, thread) not in self._workspaces:
                 taken = workspace.Workspace(library, thread, nbytes, event, op.name, user_line())
                 self._workspaces[library, thread] = taken
@@ -625,13 +632,13 @@ class Trace(Run):
         if text is not None and remark not in self.remarks:
             self.remarks.append(remark)
 
-    def _make_scalars(self, op: _Op, args: tuple[Any, ...]) -> None:
+    def _make_scalars(self, op: Op, args: tuple[Any, ...]) -> None:
         """Counts numbers that Python hands over among tensors; those of a gradient formula are tensors already."""
         for slot in op.number_slots:
             if slot < len(args) and isinstance(args[slot], (bool, int, float, complex)):
                 self._scalars.make(args[slot], op=op.name, module=self.attribution.module)
 
-    def _meet(self, func: Any, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _meet(self, op: Op, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Lets real tensors meet traced ones where a real run does: meta tensors stand in for them and are not counted.
 
         Raises:
@@ -640,9 +647,9 @@ class Trace(Run):
         """
         self._check_learners(tensors)
         many = not self._rules.on_host and any(not tensor.is_meta and tensor.dim() for tensor in tensors)
-        if many and func not in _ACROSS:
+        if many and op.func not in _ACROSS:
             raise RuntimeError(
-                f"{user_line()}: {self.op(func).name}: Expected all tensors to be on the same device, but found at "
+                f"{user_line()}: {op.name}: Expected all tensors to be on the same device, but found at "
                 f"least two devices, {self._rules.device} and cpu! Bring the data over with run.to_device(data) or "
                 f".to({self._rules.device.type!r})"
             )
@@ -716,7 +723,7 @@ class Trace(Run):
         if line not in self.conditional:
             self.conditional.append(line)
 
-    def _by_value(self, func: Any, args: Any, real: Any) -> Any:
+    def _by_value(self, op: Op, args: Any, real: Any) -> Any:
         """What an op returns whose result depends on values, where they are known.
 
         Raises:
@@ -724,16 +731,16 @@ class Trace(Run):
         """
         if real is not UNKNOWN:
             return tree_map_only(torch.Tensor, self._likeness, real)
-        if func is _INDEX and (positions := self._known.positions(args[1])) is not None:
-            return func(args[0], [at if at is None or at.is_meta else self._likeness(at) for at in positions])
-        if not any("Tensor" in str(returned.type) for returned in func._schema.returns):
-            if (passing := self._passes_check(self.op(func).name)) is not None:
+        if op.func is _INDEX and (positions := self._known.positions(args[1])) is not None:
+            return op.func(args[0], [at if at is None or at.is_meta else self._likeness(at) for at in positions])
+        if not any("Tensor" in str(returned.type) for returned in op.func._schema.returns):
+            if (passing := self._passes_check(op.name)) is not None:
                 return passing
-            self.unknown_reads.append(UnknownRead(user_line(), self.op(func).name))
+            self.unknown_reads.append(UnknownRead(user_line(), op.name))
             self._decided(user_line())
             return False
         raise DataDependentShape(
-            f"{user_line()}: the result of {self.op(func).name} depends on values, which a trace does not have; "
+            f"{user_line()}: the result of {op.name} depends on values, which a trace does not have; "
             "index with a small constant tensor, or use a form of fixed size (torch.where, a mask multiplied in)"
         ) from None
 
@@ -803,7 +810,7 @@ class _Ops(engine.DispatchMode):
                 answers = (kind.__torch_dispatch__(func, types, args, kwargs or {}) for kind in own)
                 return next((answer for answer in answers if answer is not NotImplemented), NotImplemented)
         with torch._C.DisableTorchFunction():  # inside, a traced tensor is a meta tensor and says so
-            return self._run.on_op(func, op, args, kwargs or {})
+            return self._run.on_op(op, args, kwargs or {})
 
 
 _active: Trace | None = None

@@ -19,6 +19,8 @@ from typing import Any, Final
 
 import torch
 
+from .ops import Op
+
 LIMIT: Final = 4096
 """Storages of at most this many bytes keep their values."""
 
@@ -110,10 +112,10 @@ def decide_sizes(value: Any) -> None:
 
 
 class KnownValues:
-    """Real twins of small storages, by the identity of the traced storage."""
+    """Real twins of small storages, by the identity of the traced storage; each a tensor in the storage that is one."""
 
     def __init__(self) -> None:
-        self._twins: dict[int, torch.UntypedStorage] = {}
+        self._twins: dict[int, torch.Tensor] = {}
 
     def __len__(self) -> int:
         return len(self._twins)
@@ -126,23 +128,21 @@ class KnownValues:
         """Says what a traced storage holds, if it is small and arranged as the real one."""
         same = traced.stride() == real.stride() and traced.dtype == real.dtype
         if same and is_small(real):
-            self._twins[traced.untyped_storage()._cdata] = real.untyped_storage()
+            self._twins[traced.untyped_storage()._cdata] = real.detach()
 
     def copy(self, storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
         """Says that another traced storage holds what this one does."""
-        if storage._cdata in self._twins:
-            self._twins[other._cdata] = self._twins[storage._cdata].clone()
+        if (twin := self._twins.get(storage._cdata)) is not None:
+            self._twins[other._cdata] = _in(twin.untyped_storage().clone(), twin)
 
     def twin(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A real tensor with the value of a traced one, or None if it is unknown."""
         if not tensor.is_meta:
             return tensor
-        storage = self._twins.get(tensor.untyped_storage()._cdata)
-        if storage is None:
-            return None
-        with torch._C._DisableTorchDispatch():
-            real = torch.empty(0, dtype=tensor.dtype)
-            return real.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        twin = self._twins.get(tensor.untyped_storage()._cdata)
+        if twin is None or _arrangement(twin) == _arrangement(tensor):
+            return twin
+        return _in(twin.untyped_storage(), tensor)
 
     def positions(self, indices: Any) -> list[torch.Tensor | None] | None:
         """Indices in which each mask is replaced by the positions, real ones, at which it is true.
@@ -171,19 +171,18 @@ class KnownValues:
                 return False
         return True
 
-    def follow(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def follow(self, op: Op, args: Any, kwargs: Any) -> Any:
         """Runs an op on the twins of its arguments, all of which `covers` says are known.
 
         Returns:
             The real result, or `UNKNOWN` if it does not follow from the arguments.
         """
-        name = func._schema.name.split("::")[1]
-        dtype = kwargs.get("dtype") or next((arg.dtype for arg in args if isinstance(arg, torch.Tensor)), None)
-        integral = dtype is not None and not dtype.is_floating_point and not dtype.is_complex
-        if name in _UNINITIALISED and not integral:
+        if op.draws and op.name not in _DRAWN:
             return UNKNOWN
-        if torch.Tag.nondeterministic_seeded in func.tags and name not in _DRAWN:
-            return UNKNOWN
+        if op.name in _UNINITIALISED:
+            dtype = kwargs.get("dtype") or next((arg.dtype for arg in args if isinstance(arg, torch.Tensor)), None)
+            if dtype is None or dtype.is_floating_point or dtype.is_complex:
+                return UNKNOWN
 
         def real(leaf: Any) -> Any:
             if isinstance(leaf, torch.Tensor):
@@ -193,9 +192,21 @@ class KnownValues:
             return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
         try:
-            return func(*map(real, args), **{name: real(value) for name, value in kwargs.items()})
+            with torch._C._DisableTorchDispatch():
+                return op.func(*map(real, args), **{name: real(value) for name, value in kwargs.items()})
         except (RuntimeError, NotImplementedError, TypeError):
             return UNKNOWN
+
+
+def _arrangement(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+
+
+def _in(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+    """A real tensor in a storage, arranged like another one in its own."""
+    with torch._C._DisableTorchDispatch():
+        real = torch.empty(0, dtype=like.dtype, device="cpu")
+        return real.set_(storage, like.storage_offset(), like.size(), like.stride())
 
 
 def is_small(tensor: torch.Tensor) -> bool:

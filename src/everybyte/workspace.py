@@ -63,6 +63,11 @@ def cublaslt_bytes(version: str = torch.__version__) -> int:
     return 0 if _release(version) >= (2, 12) else (int(size) if size.isdecimal() else 1024) * KiB
 
 
+def libraries() -> tuple[str, ...]:
+    """Those that take a workspace for a thread."""
+    return ("cuBLAS", "cuBLASLt") if cublaslt_bytes() else ("cuBLAS",)
+
+
 def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
