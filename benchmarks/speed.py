@@ -4,7 +4,8 @@
     python benchmarks/speed.py replay     only the rows whose name contains the word
 
 Every row is timed in this process, one after the other; a row that is quick is timed several times, and the spread is
-shown. `MemTracker` (torch/distributed/_tools/mem_tracker.py) runs under `FakeTensorMode`, as its authors do.
+shown. Ratios are of the least times: what else the machine does only adds to a time. `MemTracker`
+(torch/distributed/_tools/mem_tracker.py) runs under `FakeTensorMode`, as its authors do.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from everybyte.models import GPT, TFT, GPTConfig, TFTConfig
 from everybyte.training import train_step
 
 FULL = TFTConfig()
-REDUCED = replace(FULL, observed_features=60, features=75)
+REDUCED = replace(FULL, observed_features=75, features=90)
 DECODER = GPTConfig.seed()
 
 
@@ -97,12 +98,12 @@ def timed(step: Callable[[], object], times: int) -> Iterator[float]:
         yield time.perf_counter() - began
 
 
-def really(what: str, build: Build, times: int = 4) -> Row:
+def really(what: str, build: Build, times: int = 6) -> Row:
     first, *later = timed(build(lambda host: host).step, times)
     return Row(what, "really run", first, later)
 
 
-def traced(what: str, build: Build, rules: str, times: int = 4) -> Row:
+def traced(what: str, build: Build, rules: str, times: int = 6) -> Row:
     gc.collect()
     with eb.trace(rules=rules) as run:
         job = build(run.to_device)
@@ -139,7 +140,7 @@ def replayed(what: str, build: Build) -> Row:
     return Row(f"{what}: {len(timeline):,} events, {rate:,.0f} a second", "replayed", seconds[0], seconds[1:])
 
 
-FULL_TFT, REDUCED_TFT, BIG = "TFT-225, batch 8", "TFT of 75 variables, batch 8", "1.3B decoder, 4 x 2,048"
+FULL_TFT, REDUCED_TFT, BIG = "TFT-225, batch 8", "TFT of 90 variables, batch 8", "1.3B decoder, 4 x 2,048"
 ROWS: dict[str, Callable[[], Row]] = {
     f"{FULL_TFT}, run": lambda: really(FULL_TFT, tft(FULL)),
     f"{FULL_TFT}, traced, cpu": lambda: traced(FULL_TFT, tft(FULL), "cpu"),
@@ -152,27 +153,40 @@ ROWS: dict[str, Callable[[], Row]] = {
 }
 
 
+def table(rows: list[Row]) -> pd.DataFrame:
+    """The rows, and beside what is traced: its times by that of the step really run, MemTracker's by its time."""
+    least = {(row.what, row.how): min(row.later) for row in rows}
+
+    def columns(row: Row) -> dict[str, object]:
+        later, run, tracker = (least.get((row.what, how)) for how in (row.how, "really run", "MemTracker"))
+        is_traced = row.how.startswith("traced")
+        return {
+            "what": row.what,
+            "how": row.how,
+            "first step, s": round(row.first, 3),
+            "later, least": round(later, 3),
+            "later, most": round(max(row.later), 3),
+            "first / really run": f"{row.first / run:.2f}" if is_traced and run else "",
+            "later / really run": f"{later / run:.2f}" if is_traced and run else "",
+            "MemTracker / this": f"{tracker / later:.0f}" if is_traced and tracker else "",
+            "peak, B": "" if row.peak is None else f"{row.peak:,}",
+        }
+
+    return pd.DataFrame(map(columns, rows))
+
+
 def main(word: str = "") -> None:
-    cores = f"{os.cpu_count()} cores, {platform.machine()}"
+    cores = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {platform.machine()}"
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {cores}")
-    table = []
+    rows = []
     for name, make in ROWS.items():
         if word.lower() not in name.lower():
             continue
         row = make()
         span = f"{min(row.later):.2f} to {max(row.later):.2f} s"
         print(f"  {row.what}: {row.how}: {row.first:.2f} s, then {span}", flush=True)
-        table.append(
-            {
-                "what": row.what,
-                "how": row.how,
-                "first step, s": round(row.first, 3),
-                "later, least": round(min(row.later), 3),
-                "later, most": round(max(row.later), 3),
-                "peak, B": row.peak,
-            }
-        )
-    print(pd.DataFrame(table).to_string(index=False))
+        rows.append(row)
+    print(table(rows).to_string(index=False))
 
 
 if __name__ == "__main__":
