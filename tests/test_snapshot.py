@@ -3,6 +3,7 @@
 import io
 import os
 import pickle
+import random
 import struct
 import time
 
@@ -12,6 +13,7 @@ import torch
 import torch.cuda._memory_viz as viz
 from hypothesis import given
 from hypothesis import strategies as st
+from simulated_gpu import KINDS, SimulatedGpu, program
 from streams import sizes, timeline, timelines
 from torch import nn
 
@@ -231,13 +233,13 @@ def test_where_kinds_of_events_were_not_recorded_it_is_said_from_which_event_on_
     gpu.alloc(30 * MiB, 0, DEFAULT_POOL)
     gpu.alloc(8 * MiB, 1, DEFAULT_POOL)
     gpu.free(0, True)  # another stream still uses it
-    gpu.alloc(30 * MiB, 0, DEFAULT_POOL)  # so this, the event after two segments, two blocks and a segment, needs one
+    gpu.alloc(30 * MiB, 0, DEFAULT_POOL)  # so this, after two segments, two blocks and a request, needs one
     gpu.complete(0)
     whole = eb.Snapshot.read(dump(tmp_path, gpu.snapshot(len(gpu.events)))).compare()
     assert whole.exact and whole.left_out == ()
     comparison = eb.Snapshot.read(dump(tmp_path, without(gpu, "free_completed"))).compare()
     assert not comparison.exact
-    assert "a free that was completed, on several streams, from event 6 on" in comparison.left_out
+    assert "a free that was completed, on several streams, from event 5 on" in comparison.left_out
     gpu = Gpu({})
     gpu.alloc(30 * MiB, 0, DEFAULT_POOL)
     gpu.free(0, False)
@@ -247,6 +249,60 @@ def test_where_kinds_of_events_were_not_recorded_it_is_said_from_which_event_on_
     assert "memory taken from the driver, from event 0 on" in comparison.left_out  # no segment holds the first block
     assert comparison.as_dict()["left_out"] == list(comparison.left_out)
     assert "Nothing is certain if the recording was made without these: memory taken" in comparison.explain()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_second_simulators_programs_are_exact_from_anywhere_or_it_is_said_from_where_on_not(kind):
+    exact = 0
+    for seed in [*range(30), 158]:
+        gpu, moments = program(kind, seed)
+        begun, *_ = random.Random(seed).choice([moments[0], *moments[:-1]])
+        comparison = eb.Snapshot.of(gpu.snapshot(begun)).compare()
+        _, allocated, reserved = zip(*[moment for moment in moments if moment[0] > begun] or [moments[-1]], strict=True)
+        exact += comparison.exact
+        if comparison.exact:
+            slack = sum(one.possible[-1] for one in comparison.undetermined)
+            assert not comparison.contradictions and not comparison.left_out
+            assert comparison.recorded.peak_allocated + slack >= max(allocated)
+            assert comparison.recorded.peak_reserved >= max(reserved)
+        else:
+            assert "event" in comparison.left_out[0] and comparison.left_out[0] in comparison.explain()
+    assert exact >= 30
+
+
+def test_where_an_expandable_segment_ends_is_learned_from_where_the_next_one_begins_and_said(tmp_path):
+    gpu = SimulatedGpu(random.Random(0), 100 * MiB, expandable=True)  # 120 MiB of addresses
+    blocks = [gpu.malloc(20 * MiB) for _ in range(5)]
+    gpu.free(blocks[0])
+    gpu.free(blocks[2])
+    gpu.empty_cache()
+    gpu.malloc(40 * MiB)  # there are the memory, two gaps of 20 MiB, and 20 MiB of addresses at the end
+    comparison = eb.Snapshot.read(dump(tmp_path, gpu.snapshot(0))).compare()
+    assert [event["action"] for event in gpu.events[-2:]] == ["segment_map", "alloc"]
+    assert len({segment.base for segment in gpu.segments}) == 2
+    assert comparison.exact
+    assert comparison.as_recorded == (
+        "where an expandable segment ends (its addresses are 9/8 of the GPU's memory), 1 times",
+    )
+    assert comparison.as_recorded[0] in comparison.explain()
+    assert comparison.as_dict()["as_recorded"] == list(comparison.as_recorded)
+
+
+def test_what_was_mapped_in_vain_before_others_gave_memory_back_is_no_surprise():
+    gpu = SimulatedGpu(random.Random(0), 180 * MiB, expandable=True)
+    blocks = [gpu.malloc(20 * MiB) for _ in range(5)]
+    other = gpu.malloc(40 * MiB, stream=7)
+    gpu.free(blocks[0])
+    gpu.free(blocks[2])
+    gpu.empty_cache()
+    gpu.others = 60 * MiB
+    gpu.free(blocks[1])
+    gpu.free(other)
+    before = len(gpu.events)
+    gpu.malloc(60 * MiB)  # two gaps around a free block, and memory for one of them
+    found = [(event["action"], event["size"] // MiB) for event in gpu.events[before:-1]]
+    assert found == [("segment_map", 20), ("segment_unmap", 40), ("segment_unmap", 40), ("segment_map", 60)]
+    assert eb.Snapshot.of(gpu.snapshot(0)).compare().exact
 
 
 # -- formats -----------------------------------------------------------------------------------------------------------

@@ -369,11 +369,11 @@ class Allocator:
         cards = range(least, max(least, most) + grain, grain)
         return cards[bisect_left(cards, True, key=ends)]
 
-    def device(self, **recorded: Any) -> DeviceAllocator:
+    def device(self, kind: type[DeviceAllocator] = DeviceAllocator, **recorded: Any) -> DeviceAllocator:
         """The rules under these settings, with nothing allocated. `recorded` overrides its arguments."""
         total, whole = self.memory
         limited = self.per_process_memory_fraction < 1
-        return DeviceAllocator(
+        return kind(
             total=total,
             allowed=int(self.per_process_memory_fraction * whole) if limited else None,
             max_split_size=UNLIMITED if self.max_split_size_mb is None else self.max_split_size_mb * MiB,

@@ -254,7 +254,7 @@ class DeviceAllocator:
             return None
         block = free[i][3]
         while block.page and i + 1 < len(free) and free[i + 1][0] == stream:
-            if free[i + 1][3].room() >= block.room():  # what can grow counts as large as it can become
+            if not self.narrower(free[i + 1][3], block):  # what can grow counts as large as it can become
                 break
             i += 1
             block = free[i][3]
@@ -264,6 +264,10 @@ class DeviceAllocator:
             return None
         self._take(block)
         return block
+
+    def narrower(self, a: Block, b: Block) -> bool:
+        """Whether one free block can grow less than another."""
+        return a.room() < b.room()
 
     def alloc_found_block(self, block: Block, size: int, requested: int) -> Block:
         """Splits off what is left over, and counts (`alloc_found_block`)."""
@@ -413,14 +417,44 @@ class DeviceAllocator:
                 break
             if block.prev is not None and not block.prev.active:
                 block = block.prev
-            room, end = 0, block
-            while room < size and end is not None and not end.active:
-                room, end = room + end.size, end.next
-            if room >= size:
+            if sum(part.size for part in self.free_run(block, size)) >= size:
                 return block
-        return self._reserve_addresses(stream, pool, least=size)
+        return self.reserve_addresses(stream, pool, least=size)
 
-    def _reserve_addresses(self, stream: int, pool: Pool, address: int | None = None, least: int = 0) -> Block:
+    def free_run(self, block: Block | None, size: int) -> list[Block]:
+        """Free and unmapped blocks side by side, from a block on, until they are so large or no more follow."""
+        run: list[Block] = []
+        while size > 0 and block is not None and not block.active:
+            run.append(block)
+            size, block = size - block.size, block.next
+        return run
+
+    def end_segment(self, block: Block, end: int, begin: int) -> None:
+        """Cuts in two what was taken for one expandable segment (`restore`).
+
+        Args:
+            block: The unmapped block in which the first ends.
+            end, begin: The addresses where it does, and from where on the rest of the block belongs to the second.
+        """
+        rest, limit = block.next, block.address + block.size
+        block.size, block.next = end - block.address, None
+        if not block.size:
+            self._take(block)
+            if block.prev is not None:
+                block.prev.next = None
+            elif self._heads.get(block.address) is block:
+                del self._heads[block.address]
+        if rest is None:
+            return
+        rest.prev = None
+        if begin < limit:
+            unmapped = Block(begin, limit - begin, block.stream, block.pool, block.page)
+            unmapped.mapped, unmapped.next, rest.prev = False, rest, unmapped
+            self._put(unmapped)
+            rest = unmapped
+        self._heads[rest.address] = rest
+
+    def reserve_addresses(self, stream: int, pool: Pool, address: int | None = None, least: int = 0) -> Block:
         """A new expandable segment, nothing of it mapped (`ExpandableSegment`)."""
         page = SMALL_SEGMENT if pool.small else self.large_segment
         most = max(ADDRESS_SPACE, least) if self.total == UNLIMITED else self.total + self.total // 8
@@ -501,10 +535,13 @@ class DeviceAllocator:
         unmapped: dict[tuple[Pool, int], Block] = {}  # what follows the last mapped range
         for segment in sorted(segments, key=lambda segment: segment.address):
             pool = self.get_pool(segment.pool_id, segment.small)
+            for owner, block in unmapped.items():
+                if segment.size and owner != (pool, segment.stream) and segment.address < block.address + block.size:
+                    self.end_segment(block, max(segment.address, block.address), block.address + block.size)
             if segment.expandable:
                 block = unmapped.get((pool, segment.stream))
                 if block is None or segment.address >= block.address + block.size:
-                    block = self._reserve_addresses(segment.stream, pool, segment.address)
+                    block = self.reserve_addresses(segment.stream, pool, segment.address)
                     unmapped[pool, segment.stream] = block
                 if not segment.size:
                     continue

@@ -22,7 +22,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .caching import DEFAULT_POOL, MIN_BLOCK, SMALL_SEGMENT, SMALL_SIZE, BlockInfo, DeviceAllocator, Segment
+from .caching import (
+    ADDRESS_SPACE,
+    DEFAULT_POOL,
+    MIN_BLOCK,
+    SMALL_SEGMENT,
+    SMALL_SIZE,
+    BlockInfo,
+    DeviceAllocator,
+    Segment,
+)
 
 ALLOCATED, PENDING, INACTIVE = "active_allocated", "active_pending_free", "inactive"
 
@@ -127,7 +136,7 @@ class _Backwards:
         self.active = {block.address: block for s in segments for block in s.blocks if block.state != INACTIVE}
         self.fixed = {segment.address: segment for segment in segments if not segment.expandable}
         self.mapped: dict[tuple, list[tuple[int, int]]] = {}  # ranges of expandable segments, by pool and stream
-        self.lowest: dict[tuple, int] = {}  # the lowest address that was mapped at any time
+        self.spaces: dict[tuple, list[list[int]]] = {}  # of each: first and last address ever mapped, bytes mapped now
         for segment in segments:
             if segment.expandable:
                 self._map(segment, mapped=True)
@@ -156,7 +165,16 @@ class _Backwards:
 
     def _map(self, segment: Segment, *, mapped: bool) -> None:
         key, start, end = _key(segment), segment.address, segment.address + segment.size
-        self.lowest[key] = min(start, self.lowest.get(key, start))
+        spaces = self.spaces.setdefault(key, [])
+        i = bisect_right(spaces, start, key=lambda space: space[0])
+        near = (s for s in spaces[max(i - 1, 0) : i + 1] if max(end, s[1]) - min(start, s[0]) <= ADDRESS_SPACE)
+        space = next(near, None)
+        if space is None:
+            space = [start, end, 0]
+            spaces.insert(i, space)
+        space[:] = min(start, space[0]), max(end, space[1]), space[2] + (segment.size if mapped else -segment.size)
+        if not space[2]:
+            spaces.remove(space)  # the address space was given back: what was mapped before lay in another
         ranges = self.mapped.setdefault(key, [])  # apart from one another, by address
         first = bisect_left(ranges, start, key=lambda range_: range_[1])
         last = bisect_right(ranges, end, key=lambda range_: range_[0])
@@ -168,16 +186,14 @@ class _Backwards:
             pieces = [(left, min(right, start)) for left, right in touched]
             pieces += [(max(left, end), right) for left, right in touched]
         ranges[first:last] = sorted(piece for piece in pieces if piece[0] < piece[1])
-        if not self.mapped[key]:
-            del self.lowest[key]  # the address space was given back: what was mapped before lay in another
 
     def segments(self) -> list[Segment]:
         """The segments at the start, by address, without their blocks."""
         found = list(self.fixed.values())
         for (pool_id, small, stream), ranges in self.mapped.items():
-            lowest = self.lowest.get((pool_id, small, stream))
-            if ranges and lowest < ranges[0][0]:  # the address space begins where something was mapped only later
-                ranges = [(lowest, lowest), *ranges]
+            # An address space may begin where something was mapped only later.
+            lowest = [(space[0], space[0]) for space in self.spaces.get((pool_id, small, stream), ())]
+            ranges = ranges + [space for space in lowest if space[0] not in {start for start, _ in ranges}]
             found += [Segment(start, end - start, stream, small, (), pool_id, True) for start, end in ranges]
         return sorted(found, key=lambda segment: segment.address)
 

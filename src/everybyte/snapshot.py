@@ -7,24 +7,24 @@ rules (`caching`) run from there, and says whether they put each allocation wher
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
 
 from . import snapshot_file
-from .allocator import Allocator, Fragmentation, OutOfMemory, out_of_memory
-from .caching import ADDRESS_SPACE, DEFAULT_POOL, SMALL_SIZE, Segment, SegmentEvent
+from .allocator import Allocator, Fragmentation, OutOfMemory
+from .caching import Segment, SegmentEvent
+from .rerun import Rerun
 from .rewind import INACTIVE, Event, Recording, Slack, rewind
 from .snapshot_file import RETURNS, TAKES
 from .timeline import SCHEMA, Timeline
 from .units import format_bytes
 
-OFF_THE_RECORD: Final = 2**60  # no GPU's address
 LONGEST_NAME: Final = 500  # characters
 
 
@@ -70,6 +70,7 @@ class Comparison:
         out_of_memory: The requests that failed.
         left_out: Where not all agrees, the kinds of events of which the recording holds none, and the first event that
             differs. If there were such events and they were not recorded, nothing is certain from there on.
+        as_recorded: What goes by something that no file holds, and was taken to be as the recording has it.
     """
 
     recorded: Figures
@@ -83,6 +84,7 @@ class Comparison:
     fragmentation: tuple[Fragmentation, ...]
     out_of_memory: tuple[OutOfMemory, ...]
     left_out: tuple[str, ...]
+    as_recorded: tuple[str, ...]
 
     @property
     def exact(self) -> bool:
@@ -114,6 +116,7 @@ class Comparison:
             "fragmentation": [asdict(one) for one in self.fragmentation],
             "out_of_memory": [asdict(one) for one in self.out_of_memory],
             "left_out": list(self.left_out),
+            "as_recorded": list(self.as_recorded),
         }
 
     def explain(self) -> str:
@@ -132,6 +135,8 @@ class Comparison:
                 f" It leaves open how large {len(self.undetermined):,} blocks were that were there before it: up to "
                 f"event {last:,}, allocated may be larger by up to {format_bytes(most)}."
             )
+        if self.as_recorded:
+            text += f" Taken as recorded, for no file holds what decides it: {'; '.join(self.as_recorded)}."
         if self.left_out:
             text += f" Nothing is certain if the recording was made without these: {'; '.join(self.left_out)}."
         return text
@@ -203,26 +208,29 @@ class Snapshot:
         if device is not None and device not in self.devices:
             raise ValueError(f"no device {device}; the recording has {', '.join(map(str, self.devices)) or 'none'}")
         parts = [self._compare(d) for d in (self.devices if device is None else (device,))]
-        return sum(parts[1:], parts[0]) if parts else Comparison(_NOTHING, _NOTHING, 0, 0, 0, 0, 0, (), (), (), ())
+        return sum(parts[1:], parts[0]) if parts else Comparison(_NOTHING, _NOTHING, 0, 0, 0, 0, 0, (), (), (), (), ())
 
     def _compare(self, device: int) -> Comparison:
         events, recording = self.traces.get(device, ()), self.recording(device)
-        run = _Run(self.allocator, recording)
-        modelled = run.play(events)
-        segment_events = [SegmentEvent(*event[:4]) for event in events if event.action in TAKES + RETURNS]
+        run = Rerun(self.allocator, recording)
+        run.play(events)
+        driver = [(i, SegmentEvent(*event[:4])) for i, event in enumerate(events) if event.action in TAKES + RETURNS]
+        pairs = zip_longest(driver, run.rules.segment_events, fillvalue=(len(events), None))
+        wrong = [event for (event, recorded), modelled in pairs if recorded != modelled]
         series = (recording.allocated, recording.rounded, recording.requested, recording.reserved)
         return Comparison(
-            recorded=_figures(*(one.tolist() for one in series), len(segment_events)),
-            modelled=modelled,
+            recorded=_figures(*(one.tolist() for one in series), len(driver)),
+            modelled=_figures(*zip(*run.series, strict=True), len(run.rules.segment_events)),
             allocations=sum(event.action == "alloc" for event in events),
             address_mismatches=run.address_mismatches,
-            segment_mismatches=run.unpredicted + _differences(segment_events, run.model.segment_events),
+            segment_mismatches=run.unpredicted + len(wrong),
             reserved_mismatches=run.reserved_mismatches,
             undetermined=tuple(slack for slack in recording.slacks if len(slack.possible) > 1),
             contradictions=recording.contradictions,
             fragmentation=(run.fragmentation,),
             out_of_memory=tuple(run.out_of_memory),
-            left_out=_left_out(events, run.agrees_up_to, recording.contradictions),
+            left_out=_left_out(events, min([*run.differences, *wrong[:1]], default=None), recording),
+            as_recorded=_as_recorded(run),
         )
 
     @cached_property
@@ -314,125 +322,15 @@ def _text(name: Any) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-class _Run:
-    """The rules at work on a recording's requests: where new segments lie is recorded, all else is theirs."""
-
-    def __init__(self, allocator: Allocator, recording: Recording) -> None:
-        self.recording = recording
-        self.new_segments: deque[int] = deque()
-        self.model = allocator.device(cuda_malloc=self.cuda_malloc)
-        self.blocks = self.model.restore(recording.start)
-        self.held = {segment.address: segment.size for segment in recording.start if not segment.expandable}
-        self.seen = 0  # of the model's segment events
-        self.address_mismatches = self.reserved_mismatches = self.unpredicted = 0
-        self.pending = 0  # bytes of blocks that are freed, but that another stream still uses
-        self.fullest = (-1, -1, 0, 0, 0, 0)  # bytes reserved and taken, event, requested, rounded, inactive split
-        self.out_of_memory: list[OutOfMemory] = []
-        self.agrees_up_to: int | None = None  # the event at which rules and recording part; None: they never do
-
-    def cuda_malloc(self, size: int) -> int:
-        """Where the recording has the new segment; elsewhere if it has none, or the model has not left that place."""
-        for event in self.model.segment_events[self.seen :]:
-            if event.action == "segment_free":
-                del self.held[event.address]
-            elif event.action == "segment_alloc":
-                self.held[event.address] = event.size
-        self.seen = len(self.model.segment_events)
-        address = self.new_segments.popleft() if self.new_segments else None
-        if address is None or self.model.begins_segment(address):
-            return OFF_THE_RECORD + self.model.next_address(size)
-        if size < ADDRESS_SPACE and any(at < address + size and address < at + held for at, held in self.held.items()):
-            return OFF_THE_RECORD + self.model.next_address(size)
-        return address
-
-    def play(self, events: Sequence[Event]) -> Figures:
-        model, blocks, recording = self.model, self.blocks, self.recording
-        rounded = sum(model.round_size(block.requested) for block in blocks.values())
-        self.pending = sum(block.size for block in blocks.values() if not block.allocated)
-        self.note_fullest(-1, rounded)
-        series = [(model.allocated, rounded, model.requested, model.reserved)]
-        reserved, returned = recording.reserved.tolist(), 0
-        requests = _next_requests(events)
-        for i, event in enumerate(events):
-            action, address, size, stream = event[:4]
-            if action in RETURNS:
-                if i >= returned:  # the first of a row of them
-                    others = (j for j in range(i, len(events)) if events[j].action not in RETURNS)
-                    returned = next(others, len(events))
-                    self.give_back(events[i:returned], requests[i])
-                continue
-            if action in TAKES:
-                self.new_segments.append(address)
-                continue
-            if action == "alloc":
-                block = model.malloc(size, stream, event.pool_id)
-                if block is None:
-                    raise ValueError("the recording asks for more memory than any GPU has")
-                blocks[address] = block
-                self.new_segments.clear()
-                self.address_mismatches += block.address != address
-                rounded += model.round_size(size)
-            elif action == "oom":  # its address is what the driver had left
-                needed = int(recording.rounded.max())
-                self.out_of_memory.append(out_of_memory(model, i, size, stream, free=address, needed=needed))
-            elif address in blocks:
-                block = blocks[address]
-                if block.allocated:
-                    model.request_free(block)
-                    self.pending += block.size
-                if i in recording.releases:
-                    rounded -= model.round_size(block.requested)
-                    self.pending -= block.size
-                    model.free_block(blocks.pop(address))
-            self.note_fullest(i, rounded)
-            self.reserved_mismatches += model.reserved != reserved[i + 1]
-            if self.agrees_up_to is None and (self.address_mismatches or self.reserved_mismatches or self.unpredicted):
-                self.agrees_up_to = i
-            series.append((model.allocated, rounded, model.requested, model.reserved))
-        return _figures(*zip(*series, strict=True), len(model.segment_events))
-
-    def note_fullest(self, event: int, rounded: int) -> None:
-        model, taken = self.model, self.model.allocated + self.pending
-        if (model.reserved, taken) > self.fullest[:2]:
-            self.fullest = (model.reserved, taken, event, model.requested, rounded, model.inactive_split)
-
-    @property
-    def fragmentation(self) -> Fragmentation:
-        reserved, taken, event, requested, rounded, split = self.fullest
-        parts = (rounded - requested, taken - rounded, split, reserved - taken - split)
-        return Fragmentation(event, reserved, requested, *parts)
-
-    def give_back(self, row: Sequence[Event], request: Event | None) -> None:
-        """Why memory was given back is not recorded: for the request that follows, or because the program said so."""
-        private = sorted({event.pool_id for event in row} - {DEFAULT_POOL})
-        addresses = [event.address for event in row]
-        if request is not None:
-            size = self.model.round_size(request.size)
-            pool = self.model.get_pool(request.pool_id, size <= SMALL_SIZE)
-            oversize = self.model.oversize_blocks(pool, size, request.stream)
-            if oversize and addresses[: len(oversize)] == [block.address for block in oversize]:
-                addresses = addresses[len(oversize) :]
-                for block in oversize:
-                    self.model.release_block(block)
-        cached = {block.address: block for block in self.model.cached_segments(*private)}
-        if any(event.action == "segment_unmap" for event in row) or set(addresses) == set(cached):
-            self.model.release_cached_blocks(*private)
-            return
-        self.unpredicted += len(addresses)
-        for block in filter(None, [cached.pop(address, None) for address in addresses]):
-            self.model.release_block(block)
-
-
-def _left_out(events: Sequence[Event], since: int | None, contradictions: int) -> tuple[str, ...]:
+def _left_out(events: Sequence[Event], since: int | None, recording: Recording) -> tuple[str, ...]:
     """Kinds of events that a recording does not hold, where it is not as the rules say.
 
     `torch.cuda.memory._record_memory_history(skip_actions=...)` leaves them out, and no file says so.
 
     Args:
         since: The event at which the rules and the recording part, None if they do not.
-        contradictions: Events that do not agree with the end.
     """
-    if since is None and not contradictions:
+    if since is None and not recording.contradictions:
         return ()
     there = {event.action for event in events}
     streams = {event.stream for event in events if event.action == "alloc"}
@@ -442,17 +340,21 @@ def _left_out(events: Sequence[Event], since: int | None, contradictions: int) -
         "a free that was completed, on several streams": (
             "free_requested" in there and "free_completed" not in there and len(streams) > 1
         ),
+        "the addresses of expandable segments": (
+            "segment_map" in there or any(segment.expandable for segment in recording.start)
+        ),
     }
-    return tuple(f"{what}, from event {since or 0:,} on" for what, missing in lacks.items() if missing)
+    found = [what for what, missing in lacks.items() if missing] or ["what else the program did"]
+    return tuple(f"{what}, from event {since or 0:,} on" for what in found)
 
 
-def _next_requests(events: Sequence[Event]) -> list[Event | None]:
-    """For each event the next one that asks for memory."""
-    found, following = [], None
-    for event in reversed(events):
-        following = event if event.action in ("alloc", "oom") else following
-        found.append(following)
-    return found[::-1]
+def _as_recorded(run: Rerun) -> tuple[str, ...]:
+    """What the rules were told, because it goes by what no file holds."""
+    told = {
+        "where an expandable segment ends (its addresses are 9/8 of the GPU's memory)": len(run.rules.ended),
+        "which segments garbage collection gives back (it goes by their age)": run.collected,
+    }
+    return tuple(f"{what}, {count:,} times" for what, count in told.items() if count)
 
 
 def _figures(
@@ -460,7 +362,3 @@ def _figures(
 ) -> Figures:
     unsplit = allocated[-1] - rounded[-1]
     return Figures(max(allocated), max(rounded) + unsplit, max(requested), max(reserved), events)
-
-
-def _differences(a: Sequence[SegmentEvent], b: Sequence[SegmentEvent]) -> int:
-    return sum(x != y for x, y in zip(a, b, strict=False)) + abs(len(a) - len(b))

@@ -184,6 +184,9 @@ def _settings(
     limit = int(given.get("max_split_size", -1))
     if 0 <= limit < 2**62:
         settings["max_split_size_mb"] = limit // MiB
+    threshold = float(given.get("garbage_collection_threshold", 0))
+    if 0 < threshold < 1:
+        settings["garbage_collection_threshold"] = threshold
     divisions = {str(start): int(value) for start, value in dict(given.get("roundup_power2_divisions", {})).items()}
     if any(divisions.values()):
         settings["roundup_power2_divisions"] = divisions
