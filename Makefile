@@ -4,12 +4,14 @@ PYTHON ?= python3
 PORT ?= 8000
 JOBS ?= 2
 PYTEST_ARGS ?=
+ANSWERS ?= yes
 
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TESTABLE := $(VENV)/.testable
 PRESS := $(BIN)/python book/press.py
+RENDER_ARGS := $(if $(filter no,$(ANSWERS)),--without-answers)
 PYTEST := $(BIN)/python -m pytest
 
 # The kernel is the one in .venv, never a python3 kernel from the reader's home folder.
@@ -25,7 +27,7 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "  PYTHON=python3.12 chooses the interpreter that .venv is made from; PORT=8080 where 'serve' listens,"
-	@echo "  JOBS=4 how many tests run at a time."
+	@echo "  JOBS=4 how many tests run at a time, ANSWERS=no leaves the answers to the exercises out of the pages."
 
 setup: $(INSTALLED)  ## make .venv and install the pinned requirements and the project
 	@mkdir -p _build
@@ -50,10 +52,10 @@ $(TESTABLE): requirements-test.txt $(INSTALLED)
 
 book: $(INSTALLED)  ## execute every notebook into _build/run, then render _build/html from there
 	@$(PRESS) execute
-	@$(PRESS) render --executed
+	@$(PRESS) render --executed $(RENDER_ARGS)
 
 html: $(INSTALLED)  ## render _build/html from the stored outputs, executing nothing
-	@$(PRESS) render
+	@$(PRESS) render $(RENDER_ARGS)
 
 test: export EVERYBYTE_DEVICE = cpu
 test: $(TESTABLE)  ## what CI runs: lint, tests, every notebook, a clean build
@@ -66,9 +68,10 @@ test: $(TESTABLE)  ## what CI runs: lint, tests, every notebook, a clean build
 	@echo "3/3  pytest: every notebook from start to end, timed"
 	@$(PYTEST) -m alone $(PYTEST_ARGS) tests/book
 
-refresh: $(INSTALLED)  ## re-execute the notebooks and store their outputs and the page of claims: the only target that writes under notebooks/
+refresh: $(INSTALLED)  ## re-execute the notebooks and store their outputs and the pages of claims and formulas: the only target that writes under notebooks/
 	@$(PRESS) refresh
 	@$(BIN)/python book/claims_page.py
+	@$(BIN)/python book/formulas_page.py
 
 train: export OMP_NUM_THREADS = 1
 train: $(INSTALLED)  ## train the narrow model, trace which cards hold the full one (long), and store the results

@@ -1,7 +1,8 @@
 """The press: executes the notebooks, renders the pages, and stores fresh outputs.
 
     python book/press.py execute              every notebook, by papermill, into _build/run
-    python book/press.py render [--executed]  _build/html from the stored outputs, or from _build/run
+    python book/press.py render [--executed] [--without-answers]
+                                              _build/html from the stored outputs, or from _build/run
     python book/press.py refresh              execute from the .md sources and store the outputs
 
 This is the book's own tool, called by the Makefile and by the tests; the library knows nothing of it. Only `refresh`
@@ -107,11 +108,12 @@ class Book:
         print(f"Executed {len(runs)} notebooks in {seconds:.1f} s, into {self.shown(self.run)}", flush=True)
         return runs
 
-    def render(self, *, executed: bool = False, html: Path | None = None) -> Path:
+    def render(self, *, executed: bool = False, answers: bool = True, html: Path | None = None) -> Path:
         """Render the pages, from scratch and with every warning an error.
 
         Args:
             executed: take the notebooks that `execute` left in `run`, not the stored ones.
+            answers: with the answers to the exercises, or without them (`drop_answers`).
             html: the folder that becomes the site, `_build/html` by default; replaced only if the build succeeds.
 
         Returns:
@@ -129,6 +131,12 @@ class Book:
         with tempfile.TemporaryDirectory(dir=html.parent, prefix=".render-") as scratch:
             source, output = Path(scratch) / "source", Path(scratch) / "output"
             stage(self, source, self.run / "notebooks" if executed else self.notebooks)
+            if (source / "book" / "start_here.md").exists():
+                import found  # imports torch, which the other commands do without
+
+                found.draw(source)
+            if not answers:
+                drop_answers(source)
             jupyter_book = Path(sys.executable).with_name("jupyter-book")
             command = [jupyter_book, "build", source, "--path-output", output, "-W", "-n", "--keep-going", "-q"]
             done = subprocess.run(command, cwd=self.root, check=False, capture_output=True, text=True)
@@ -213,7 +221,7 @@ def stage(book: Book, target: Path, notebooks: Path) -> None:
     target.mkdir(parents=True)
     for name in ("_config.yml", "_toc.yml"):
         shutil.copy(book.root / name, target)
-    tools = shutil.ignore_patterns("__pycache__", "press.py", "claims_page.py")  # no pages
+    tools = shutil.ignore_patterns("__pycache__", "press.py", "*_page.py", "found.py")  # no pages
     shutil.copytree(book.root / "book", target / "book", ignore=tools)
     (target / "notebooks").mkdir()
     for notebook in book.executed():
@@ -230,6 +238,43 @@ def with_command(notebook: NotebookNode, path: Path) -> NotebookNode:
     head = notebook.cells[0]
     head.source = re.sub(r"\*Run time:\*.*(\n.+)*", lambda found: found[0] + said, head.source, count=1)
     return notebook
+
+
+ANSWER = re.compile(
+    r"^(:{3,})\{dropdown\} Answer.*?^\1$\n*|[^.\n]*answers come from[^.\n]*\.", re.DOTALL | re.MULTILINE
+)
+"""A folded answer, and the sentence that says which cell computes it."""
+
+PASTED = re.compile(r"\{glue:[^}]*\}`(?:[^`:]*::)?([^`:]+)")
+
+
+def drop_answers(pages: Path) -> None:
+    """Takes the answers to the exercises out of staged pages.
+
+    The folded boxes go, the source of every cell under the heading *Exercises*, and each glued number that no page
+    shows any more. A cell further up that also computes such a number keeps its source.
+    """
+    notebooks = {path: nbformat.read(path, as_version=4) for path in sorted((pages / "notebooks").glob("*.ipynb"))}
+    prose = [path.read_text(encoding="utf-8") for path in (pages / "book").glob("*.md")]
+    for notebook in notebooks.values():
+        section = ""
+        for cell in notebook.cells:
+            if cell.cell_type == "markdown":
+                section = (re.findall(r"^## (.+)$", cell.source, flags=re.MULTILINE) or [section])[-1]
+                cell.source = ANSWER.sub("", cell.source)
+                prose.append(cell.source)
+            elif section == "Exercises":
+                cell.source = "# Here the answers are computed. They are left out of this build."
+                cell.metadata.tags = [*cell.metadata.get("tags", []), "remove-cell"]
+    shown = set(PASTED.findall("\n".join(prose)))
+    for path, notebook in notebooks.items():
+        for cell in notebook.cells:
+            if cell.cell_type == "code":
+                names = (
+                    (output, output.get("metadata", {}).get("scrapbook", {}).get("name")) for output in cell.outputs
+                )
+                cell.outputs = [output for output, name in names if name is None or name in shown]
+        nbformat.write(notebook, path)
 
 
 def store(fresh: NotebookNode, source: Path) -> list[str]:
@@ -311,13 +356,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("execute", help="run every notebook into _build/run")
     rendering = commands.add_parser("render", help="render _build/html")
     rendering.add_argument("--executed", action="store_true", help="from _build/run, not from the stored outputs")
+    rendering.add_argument("--without-answers", action="store_true", help="to the exercises, as for a class")
     commands.add_parser("refresh", help="run every chapter and store its outputs")
     asked = parser.parse_args(arguments)
     try:
         if asked.command == "execute":
             BOOK.execute()
         elif asked.command == "render":
-            BOOK.render(executed=asked.executed)
+            BOOK.render(executed=asked.executed, answers=not asked.without_answers)
         else:
             BOOK.refresh()
     except PressError as error:

@@ -209,6 +209,15 @@ def test_axe_finds_nothing_serious_in_light_and_in_dark(name, visit):
     assert visit(name).axe == {"light": [], "dark": []}
 
 
+def test_the_page_of_formulas_prints_on_one_sheet_of_paper(page, address):
+    def sheets(name: str) -> int:
+        open_page(page, f"{address}/book/{name}.html")
+        return len(re.findall(rb"/Type\s*/Page\b(?!s)", page.pdf(prefer_css_page_size=True)))
+
+    assert sheets("claims") > 3, "the count of sheets counts nothing"
+    assert sheets("formulas") == 1
+
+
 def test_every_link_and_anchor_leads_somewhere(visit, address, site):
     ids = {f"{address}/{name}": {*visit(name).read["ids"], ""} for name in PAGES}
     dead = []

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from press import BOOK, Book, PressError, joined_streams, main, read_source, with_command
+from press import BOOK, Book, PressError, drop_answers, joined_streams, main, read_source, stage, with_command
 
 read = partial(nbformat.read, as_version=4)
 
@@ -111,6 +111,31 @@ def test_the_command_at_the_head_of_a_page_runs_as_it_stands(tmp_path):
 def test_rendering_a_run_that_never_happened_says_what_to_do(small, capsys):
     with pytest.raises(PressError, match="make book"):
         small.render(executed=True)
+
+
+def test_a_build_without_the_answers_lacks_them_and_nothing_else(tmp_path):
+    pages = tmp_path / "pages"
+    stage(BOOK, pages, BOOK.notebooks)
+    before = {path.name: nbformat.read(path, as_version=4) for path in (pages / "notebooks").glob("*.ipynb")}
+    drop_answers(pages)
+    answers = 0
+    for name, notebook in before.items():
+        path = pages / "notebooks" / name
+        after = nbformat.read(path, as_version=4)
+        text, left = ("\n".join(c.source for c in n.cells if c.cell_type == "markdown") for n in (notebook, after))
+        exercises = text.count("{admonition} Exercise")
+        assert left.count("{admonition} Exercise") == exercises == text.count("{dropdown} Answer")
+        assert "{dropdown}" not in left and left.count(":::") == text.count(":::") - 2 * text.count("::::{dropdown}")
+        answers += exercises
+        hidden = set(re.findall(r"\d\d-ex-[\w-]+(?=`)", text)) - set(re.findall(r"\d\d-ex-[\w-]+(?=`)", left))
+        stored = path.read_text()
+        assert hidden or not exercises or name.startswith(("20", "22"))
+        assert not [key for key in hidden if f'"{key}"' in stored]
+        glued = set(re.findall(r'"name": "(\d\d-[\w-]+)"', stored))
+        assert set(re.findall(r"`(\d\d-[\w-]+)`", left)) <= glued
+        body = text.partition("## Exercises")[0]
+        assert left.startswith(body) and left.partition("## Summary")[2] == text.partition("## Summary")[2]
+    assert answers > 60
 
 
 def test_an_unknown_command_is_refused():
