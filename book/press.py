@@ -38,12 +38,13 @@ VOLATILE_TAGS = frozenset({"timing", "nbval-ignore-output"})
 """Cells whose output may differ from run to run: nbval lets it through, and alone it is no reason to store anew."""
 
 
-RUN = """
+RUN = r"""
 
 *Run this on your machine,* in the project's folder after `make setup` ({{doc}}`../book/how_to_run`):
 
 ```{{code-block}} console
-$ .venv/bin/papermill --cwd notebooks {parameter}notebooks/{name}.ipynb _build/{name}.ipynb
+$ .venv/bin/papermill --cwd notebooks {parameter}\
+    notebooks/{name}.ipynb _build/{number}.ipynb
 ```"""
 """What a page says under its run time; its notebook, which may be run from anywhere, does not."""
 
@@ -234,7 +235,7 @@ def with_command(notebook: NotebookNode, path: Path) -> NotebookNode:
     """Say in a chapter, in place, how it is run: with its first parameter, as an example of one, if it has any."""
     defaults = [(name, ast.literal_eval(known["default"])) for name, known in papermill.inspect_notebook(path).items()]
     parameter = "".join(f"-p {name} {value} " for name, value in defaults[:1])
-    said = RUN.format(parameter=parameter, name=path.stem)
+    said = RUN.format(parameter=parameter, name=path.stem, number=path.stem[:2])
     head = notebook.cells[0]
     head.source = re.sub(r"\*Run time:\*.*(\n.+)*", lambda found: found[0] + said, head.source, count=1)
     return notebook
