@@ -1,6 +1,7 @@
 """Measuring on a GPU, tried without one: PyTorch's own profiler over a run on the host, and the allocator's history of
 that run, or of one that was recorded, at the boundary of `torch.cuda`."""
 
+import gc
 import pickle
 from dataclasses import asdict, replace
 
@@ -260,6 +261,27 @@ def test_without_a_gpu_cuda_is_one_clear_error_and_auto_the_host(monkeypatch):
     with pytest.raises(ValueError, match="'cpu', 'cuda' or 'auto'"):
         eb.measure(device="tpu")
     assert eb.measure(device="auto").device == "cpu"
+
+
+@pytest.mark.parametrize("off", ["cudaMallocAsync", "no caching"])
+def test_an_allocator_that_keeps_no_history_is_refused_in_one_line(monkeypatch, off):
+    FakeGPU(monkeypatch)
+    if off == "no caching":
+        monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    else:
+        monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: off)
+    with pytest.raises(ValueError, match="caching allocator, which keeps a history, is off"):
+        eb.measure(device="cuda")
+
+
+def test_the_collector_lets_nothing_go_while_the_workspaces_are_told_from_the_rest(monkeypatch):
+    gpu, collects = FakeGPU(monkeypatch), []
+    monkeypatch.setattr(
+        torch.cuda, "memory_snapshot", lambda: collects.append(gc.isenabled()) or gpu.snapshot()["segments"]
+    )
+    measured("cuda")
+    assert collects == [False]
+    assert gc.isenabled()
 
 
 def test_auto_is_the_gpu_where_there_is_one(monkeypatch):

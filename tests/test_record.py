@@ -2,11 +2,15 @@
 
 import hashlib
 import json
+import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
 import time
+import warnings
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import distribution
 from pathlib import Path
@@ -26,8 +30,11 @@ from everybyte.cli import main
 from everybyte.models import TFTConfig
 
 
-# The TFT's step has 28,000 ops whatever its size: it is traced below, and measured in tests/test_tft_memory.py.
-@pytest.mark.parametrize("name", [name for name in cases(SMALL) if not name.startswith("tft")])
+# The TFT's step has 28,000 ops whatever its size: it is traced below, and measured in tests/test_tft_memory.py. The
+# decoder checkpointed without dropout is measured in tests/test_gpt.py.
+@pytest.mark.parametrize(
+    "name", [name for name in cases(SMALL) if not name.startswith("tft") and "-no-dropout-checkpoint" not in name]
+)
 def test_a_case_small_and_on_the_host_takes_what_its_trace_says(name):
     peaks = []
     for run in (eb.trace(rules="cpu"), eb.measure(device="cpu")):
@@ -53,6 +60,15 @@ def test_the_cases_are_the_book_s_at_full_size():
 @pytest.fixture
 def gpu(monkeypatch):
     return FakeGPU(monkeypatch)
+
+
+def no_kernel(*device):
+    raise RuntimeError("CUDA error: no kernel image is available\nCompile with `TORCH_USE_CUDA_DSA`")
+
+
+def old_driver():
+    warnings.warn("The NVIDIA driver\nis too old", stacklevel=2)
+    return False
 
 
 NAMES = ["gpt-eager", "prefill-fused"]
@@ -157,6 +173,50 @@ def test_a_case_that_runs_out_of_memory_is_a_row_with_the_numbers_and_its_timeli
     assert "34,359,738,368 B" in row["reason"]
     assert len(eb.Timeline.from_parquet(made / "head-full.parquet")) > 0
     assert recordings.faults(made) == []
+
+
+def test_stopped_in_the_middle_of_a_case_it_leaves_a_sound_recording_of_those_before(gpu, tmp_path, monkeypatch):
+    real = record._case
+
+    def case(which, gpu, free, path):
+        if which.name == "gpt-eager":
+            path.write_bytes(b"half a timeline")
+            os.kill(os.getppid(), signal.SIGINT)
+            time.sleep(60)
+        return real(which, gpu, free, path)
+
+    monkeypatch.setattr(record, "_case", case)
+    with pytest.raises(KeyboardInterrupt):
+        rows(tmp_path, ["head-full", "gpt-eager"])
+    (left,) = tmp_path.iterdir()
+    assert recordings.faults(left) == []
+    assert recordings.read(left).results["case"].to_pylist() == ["head-full"]
+
+
+@pytest.mark.parametrize(
+    ("of", "name", "answer", "why"),
+    [
+        (torch.version, "hip", "6.4", "this is an AMD GPU"),
+        (os, "environ", {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, "PYTORCH_ALLOC_CONF is set: unset it"),
+        (torch.cuda, "synchronize", no_kernel, "runs nothing on NVIDIA RTX A4000: CUDA error: no kernel image"),
+        (torch.cuda, "is_available", old_driver, "PyTorch finds no GPU here (The NVIDIA driver is too old): record on"),
+    ],
+)
+def test_a_gpu_that_cannot_be_recorded_is_refused_in_one_line(gpu, tmp_path, monkeypatch, of, name, answer, why):
+    monkeypatch.setattr(of, name, answer)
+    with pytest.raises(ValueError, match=re.escape(why)) as refused:
+        record.record(tmp_path)
+    assert "\n" not in str(refused.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_speaks_against_a_new_recording_is_said_at_once(gpu, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: gpu.end(index) + " MIG 1g.10gb")
+    monkeypatch.setattr(record.record, "__defaults__", (*record.record.__defaults__[:-1], SMALL))
+    assert main(["record", "--out", str(tmp_path), "--only", "head-full"]) == 0
+    said = capsys.readouterr().out
+    assert "1 recorded, 0 out of memory, 0 skipped, 0 failed" in said
+    assert "to be mended before it is contributed: provenance.json: no GPU 'NVIDIA RTX A4000 MIG 1g.10gb'" in said
 
 
 def rewrite(folder, **changes):

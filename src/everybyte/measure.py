@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import gc
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, Final, Self
 
@@ -158,13 +159,8 @@ class Measurement(Run):
         return self._timeline_of(Reader(self._attribution, self._labels, self.device))
 
     def _timeline_of(self, reader: Reader) -> Timeline:
-        collects = gc.isenabled()
-        gc.disable()  # the tree is large and has no cycles
-        try:
+        with uncollected():  # the tree is large and has no cycles
             reader.read_all(self._profile.kineto_results.experimental_event_tree())
-        finally:
-            if collects:
-                gc.enable()
         self._left = reader.live()
         return reader.recorder.finish(
             {
@@ -174,6 +170,18 @@ class Measurement(Run):
                 "steps": self._steps_marked,
             }
         )
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Keeps Python's collector from running."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class Reader:

@@ -9,6 +9,7 @@ one after another. What it does not report keeps the phase of what ran before it
 
 from __future__ import annotations
 
+import os
 import sys
 from bisect import bisect_left
 from collections import defaultdict
@@ -22,7 +23,7 @@ from torch.utils._device import DeviceContext, _device_constructors
 
 from .allocator import OutOfMemory
 from .attribution import Attribution, innermost_line
-from .measure import ALLOCATION, Measurement, Reader
+from .measure import ALLOCATION, Measurement, Reader, uncollected
 from .rewind import Event
 from .snapshot import Snapshot
 from .surface import made_for_the_host
@@ -74,6 +75,12 @@ class CudaMeasurement(Measurement):
     def __init__(self) -> None:
         if not torch.cuda.is_available():
             raise ValueError("device='cuda': PyTorch finds no GPU; use device='cpu', or trace(rules='cuda')")
+        backend = torch.cuda.get_allocator_backend()
+        if backend != "native" or os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
+            raise ValueError(
+                f"device='cuda': PyTorch's caching allocator, which keeps a history, is off (backend {backend!r}): "
+                "unset PYTORCH_ALLOC_CONF, PYTORCH_CUDA_ALLOC_CONF and PYTORCH_NO_CUDA_MEMORY_CACHING"
+            )
         self._index = torch.cuda.current_device()
         super().__init__(f"cuda:{self._index}")
         self.figures: Figures | None = None
@@ -105,10 +112,10 @@ class CudaMeasurement(Measurement):
         self._reserved = torch.cuda.memory_reserved(self._index)
         self._peaks = torch.cuda.max_memory_allocated(self._index), torch.cuda.max_memory_reserved(self._index)
         self._nvml = _nvml(self._index)
-        # Only workspaces are let go between these two: so they are known whatever their size.
-        held = _active(torch.cuda.memory_snapshot(), self._index)
-        _empty_caches()
-        self._history = self._snapshot()
+        with uncollected():  # only workspaces are let go between these two: so they are known whatever their size
+            held = _active(torch.cuda.memory_snapshot(), self._index)
+            _empty_caches()
+            self._history = self._snapshot()
         self._kept = held - _active(self._history["segments"], self._index)
 
     def _snapshot(self) -> dict[str, Any]:

@@ -15,10 +15,13 @@ import multiprocessing
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection
@@ -41,7 +44,8 @@ from .units import format_bytes
 
 BUDGET: Final = 480  # seconds
 LONGEST: Final = 120  # seconds of one case
-_SETTINGS: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG", "CUDA_VISIBLE_DEVICES")
+_OTHER_ALLOCATORS: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING")
+_SETTINGS: Final = ("CUBLAS_WORKSPACE_CONFIG", "CUDA_VISIBLE_DEVICES")
 
 
 def check(folder: Path) -> list[str]:
@@ -99,30 +103,48 @@ def record(
     folder = out / gpu.key
     if folder.is_dir() and _is_meant(folder):
         raise ValueError(f"{folder} holds a recording already: move it, or give another --out")
-    folder.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
     rows, longest = [], 0.0
-    for name in wanted:
-        start = time.monotonic()
-        left = budget - (start - began)
-        row = {"case": name, "what": known[name].what}
-        if left < longest:
-            row |= {"status": "skipped", "reason": f"{budget:.0f} s were almost over"}
-        else:
-            row |= _apart(_case, min(left, LONGEST), known[name], gpu, described["free"], folder)
-            longest = max(longest, time.monotonic() - start)
-        if "error" in row:
-            row |= {"status": "failed", "reason": row.pop("error")}
-        rows.append(row)
-        say(_line(row, time.monotonic() - began))
-        pq.write_table(pa.Table.from_pylist(rows, SCHEMA), folder / RESULTS)  # each time: what is there is there
-        hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.parquet"))}
-        settings = {"budget": budget, "only": list(only or []), **provenance["settings"]}
-        document = {**provenance, "settings": settings, "files": hashes}
-        (folder / PROVENANCE).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    if tgz:
-        with tarfile.open(out / f"{gpu.key}.tgz", "w:gz") as archive:
-            archive.add(folder, arcname=gpu.key)
+    with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=out) as scratch:
+        whole = Path(scratch) / gpu.key
+        whole.mkdir()
+        for name in wanted:
+            start, path = time.monotonic(), whole / f"{name}.parquet"
+            left = budget - (start - began)
+            row = {"case": name, "what": known[name].what}
+            if left < longest:
+                row |= {"status": "skipped", "reason": f"{budget:.0f} s were almost over"}
+            else:
+                row |= _apart(_case, min(left, LONGEST), known[name], gpu, described["free"], path)
+                longest = max(longest, time.monotonic() - start)
+            if "error" in row:
+                row |= {"status": "failed", "reason": row.pop("error")}
+                path.unlink(missing_ok=True)
+            rows.append(row)
+            say(_line(row, time.monotonic() - began))
+            pq.write_table(pa.Table.from_pylist(rows, SCHEMA), whole / RESULTS)
+            files = {
+                path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(whole.glob("*.parquet"))
+            }
+            settings = {"budget": budget, "only": list(only or []), **provenance["settings"]}
+            document = {**provenance, "settings": settings, "files": files}
+            (whole / PROVENANCE).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            _publish(whole, folder)  # each time: what has been recorded is there, whatever ends this
+        if tgz:
+            with tarfile.open(whole.with_name("tgz"), "w:gz") as archive:
+                archive.add(folder, arcname=gpu.key)
+            whole.with_name("tgz").replace(out / f"{gpu.key}.tgz")
     return folder
+
+
+def _publish(whole: Path, folder: Path) -> None:
+    """Puts a copy of a folder in place of another: at any moment the old one is there, or the new one, or none."""
+    new, old = whole.with_name("new"), whole.with_name("old")
+    shutil.copytree(whole, new)
+    if folder.exists():
+        folder.rename(old)
+    new.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _known(name: str, known: Mapping[str, Case]) -> str:
@@ -167,8 +189,23 @@ def _send(to: Connection, work: Callable[..., dict[str, Any]], args: tuple[Any, 
 
 def _describe() -> dict[str, Any]:
     """The GPU of this process, as `GPU` and for `provenance.json`."""
-    if not torch.cuda.is_available():
-        return {"error": "PyTorch finds no GPU here: record on a machine with one; `everybyte trace` needs none"}
+    with warnings.catch_warnings(record=True) as said:  # of a driver that is too old, for one
+        available = torch.cuda.is_available()
+    if not available:
+        why = f" ({' '.join(str(said[0].message).split())[:300]})" if said else ""
+        return {"error": f"PyTorch finds no GPU here{why}: record on a machine with one; `everybyte trace` needs none"}
+    if torch.version.hip:
+        return {"error": "this is an AMD GPU: the book's rules are those of NVIDIA's kernels, record on one of theirs"}
+    other = [name for name in _OTHER_ALLOCATORS if os.environ.get(name)]
+    if other:
+        return {"error": f"{other[0]} is set: unset it; the cases are predicted for the allocator as it is by default"}
+    try:
+        torch.ones(1, device=torch.device("cuda")).add_(
+            1
+        )  # the first kernel: is this PyTorch made for this GPU, and is it free?
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return {"error": f"this PyTorch runs nothing on {torch.cuda.get_device_name(0)}: {str(error).splitlines()[0]}"}
     properties, name = torch.cuda.get_device_properties(0), torch.cuda.get_device_name(0)
     try:
         key = gpus.find(name).key
@@ -220,8 +257,8 @@ def _commit() -> str:
         return "unknown, copied tree"
 
 
-def _case(case: Case, gpu: gpus.GPU, free: int, folder: Path) -> dict[str, Any]:
-    """Traces a case, and measures it if it fits; writes its timeline and returns its row."""
+def _case(case: Case, gpu: gpus.GPU, free: int, path: Path) -> dict[str, Any]:
+    """Traces a case, and measures it if it fits; writes its timeline to a path and returns its row."""
     row, seconds = predict(case, gpu)
     row["seconds_traced"] = seconds
     if row["predicted_allocated"] > free:
@@ -232,7 +269,7 @@ def _case(case: Case, gpu: gpus.GPU, free: int, folder: Path) -> dict[str, Any]:
         case.body(run)
     row["seconds_measured"] = time.perf_counter() - start
     timeline = run.timeline
-    Timeline(timeline.table, {**timeline.info, "evidence": "recorded"}).to_parquet(folder / f"{case.name}.parquet")
+    Timeline(timeline.table, {**timeline.info, "evidence": "recorded"}).to_parquet(path)
     tensors = timeline.without(WORKSPACE)
     figures = {f"recorded_{key}": value for key, value in timeline.info["figures"].items()}
     row |= {**figures, "recorded_rounded": tensors.rounded(MIN_BLOCK).peak_bytes}

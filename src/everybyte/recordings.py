@@ -37,6 +37,7 @@ COMPARED: Final = ("requested", "rounded", "allocated", "reserved", "workspace")
 
 BESIDE: Final = ("context", "driver", "nvml", "before")
 STATUS: Final = ("recorded", "out of memory", "skipped", "failed")
+RAN: Final = STATUS[:2]  # in which case there is a timeline
 
 SCHEMA: Final = pa.schema(
     [
@@ -62,7 +63,6 @@ _MOST_BYTES, _MOST_ROWS, _LONGEST_TEXT = 2**20, 1000, 1000
 _FIRST: Final = datetime(2026, 1, 1, tzinfo=UTC)  # nothing here is older
 _OF_A_DRIVER: Final = re.compile(r"[A-Za-z0-9 ./()_-]+")  # a GPU's name; pages show it
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}(-dirty)?|unknown, copied tree")
-_ONLY_RUN: Final = ("recorded", "out of memory")  # in which case there is a timeline
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def faults(folder: str | Path) -> list[str]:
     found += [f"{RESULTS}: case {name!r} is there {count} times" for name, count in cases_of.items() if count > 1]
     if not rows:
         found.append(f"{RESULTS}: no case")
-    ran = {f"{row['case']}.parquet" for row in rows if row["status"] in _ONLY_RUN}
+    ran = {f"{row['case']}.parquet" for row in rows if row["status"] in RAN}
     for path in sorted(recording.folder.glob("*.parquet")):
         if path.name not in {RESULTS, *ran}:
             found.append(f"{path.name}: the timeline of no case that ran")
@@ -268,7 +268,7 @@ def _in_row(row: Mapping[str, Any], recording: Recording) -> Iterator[str]:
         yield from _in_figures(figures, kind, recording)
     if row["status"] != "recorded" and not row["reason"]:
         yield f"{row['status']}, and no reason given"
-    if row["status"] not in _ONLY_RUN:
+    if row["status"] not in RAN:
         recorded = [name for name in known if name.startswith("recorded_")]
         if recorded:
             yield f"{row['status']}, and yet {', '.join(recorded)}"

@@ -47,7 +47,10 @@ def _record(args: argparse.Namespace) -> Answer:
         raise Stop(BAD_INPUT, f"{error.filename or args.out}: {error.strerror or error}") from None
     rows = recordings.read(folder).rows()
     lines = [f"{sum(row['status'] == status for row in rows)} {status}" for status in recordings.STATUS]
-    return {"schema": SCHEMA, "folder": str(folder), "cases": rows}, [", ".join(lines), f"written to {folder}"], None
+    faults = recordings.faults(folder)
+    said = [", ".join(lines), f"written to {folder}", *(f"to be mended before it is contributed: {f}" for f in faults)]
+    answer = {"schema": SCHEMA, "folder": str(folder), "cases": rows, "faults": faults}
+    return answer, [printable(line, LONGEST_LINE) for line in said], None
 
 
 def _check(folder: Path) -> Answer:
