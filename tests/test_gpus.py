@@ -2,13 +2,14 @@
 
 from pathlib import Path
 
+import made
 import pytest
 import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import everybyte as eb
-from everybyte import gpus, workspace
+from everybyte import gpus
 from everybyte.units import GiB, MiB
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -223,21 +224,12 @@ def test_flash_attention_splits_a_long_sequence_of_keys_to_fill_the_gpu(gpu, par
 # -- the book's page ---------------------------------------------------------------------------------------------------
 
 
-def test_the_page_on_hardware_says_of_each_gpu_what_the_table_does():
+def test_the_page_on_hardware_has_each_gpu_with_what_is_left_of_its_memory_and_who_says_so():
     page = (Path(__file__).resolve().parent.parent / "book" / "hardware.md").read_text(encoding="utf-8")
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line.count("|") == 8]
     least, most = (nbytes // MiB for nbytes in gpus.CONTEXT)
     assert f"from {least} to {most} MiB" in page
-    assert len(rows) == 2 + len(gpus.TABLE)
-    for gpu, row in zip(gpus.TABLE, rows[2:], strict=True):
-        low, high = (nbytes / GiB for nbytes in gpu.usable)
-        assert row == [
-            gpu.name,
-            f"`{gpu.key}`",
-            "{}.{}".format(*gpu.capability),
-            str(gpu.processors),
-            f"{'≥ ' if gpu.precision else ''}{gpu.total:,}",
-            f"{low:.2f} to {high:.2f}",
-            f"{workspace.cublas_bytes(gpu, '2.13', ''):,}",
-        ]
-        assert f"`{gpu.key}`\n: {gpu.source}\n" in page
+    rows, sources = made.gpu_table().splitlines()[2:], made.gpu_sources()
+    for gpu, row in zip(gpus.TABLE, rows, strict=True):
+        assert f"| {gpu.name} | `{gpu.key}` |" in row
+        assert f" {gpu.total:,} | {gpu.usable[0] / GiB:.2f} to {gpu.usable[1] / GiB:.2f} |" in row
+        assert f"`{gpu.key}`\n: {gpu.source}" in sources

@@ -197,6 +197,12 @@ class Replay:
 class Allocator:
     """The allocator of a GPU, with the settings of `PYTORCH_CUDA_ALLOC_CONF` and PyTorch's checks of them.
 
+        >>> with eb.trace(rules="cuda") as run:
+        ...     x = torch.ones(1_000)
+        >>> replay = eb.Allocator(total="16 GB").replay(run.timeline)
+        >>> replay.peak_allocated, replay.peak_reserved  # 4,000 B in 512s, in a segment of 2 MiB
+        (4096, 2097152)
+
     Args:
         total: Memory that the allocator may reserve: bytes, or as people write it ("16 GB"); what the CUDA context and
             other processes take is already gone from it. None never runs out.

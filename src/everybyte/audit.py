@@ -222,6 +222,10 @@ class Finding:
 class Ledger:
     """A document and its claims.
 
+        >>> ledger = eb.Ledger.read(eb.audit.packaged()[0])
+        >>> next(ledger.audit()).verdict  # of its first claim, that a linear layer keeps its input
+        'holds'
+
     Attributes:
         document: Its title.
         path: Of the ledger.

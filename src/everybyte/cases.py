@@ -1,8 +1,10 @@
 """The book's measured cells at full size: each a named run, the same under `trace` and `measure`.
 
-case = cases.full()["gpt-eager"]
-with everybyte.trace(rules="cuda", gpu="h100-80gb") as run:
-    case.run(run)
+    case = cases.cases()["gpt-eager"]
+    with everybyte.trace(rules="cuda", gpu="h100-80gb") as run:
+        case.run(run)
+
+`Sizes` makes them smaller, for tests.
 """
 
 from __future__ import annotations

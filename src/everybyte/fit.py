@@ -36,7 +36,7 @@ def fit_formula(
         >>> def build(b, h):
         ...     layer, x = torch.nn.Linear(h, h), torch.ones(b, h)
         ...     return lambda: layer(x)
-        >>> fit_formula(build, rules="cpu", b=[1, 2, 3], h=[4, 8, 12])
+        >>> eb.fit_formula(build, rules="cpu", b=[1, 2, 3], h=[4, 8, 12])
         4*b*h
 
     Each value is traced with all other sizes at their largest, and in two combinations drawn by chance (the same ones

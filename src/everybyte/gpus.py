@@ -125,6 +125,9 @@ DEFAULT: Final = "a100-80gb"
 def find(gpu: str | GPU) -> GPU:
     """The GPU of a name: "a4000", "RTX A4000", "NVIDIA A100-SXM4-80GB"; a `GPU` is returned as it is.
 
+        >>> eb.gpus.find("RTX A4000").total
+        16756244480
+
     Raises:
         TypeError: If it is neither.
         ValueError: If there is no such GPU, or the name is that of several.

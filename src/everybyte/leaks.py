@@ -23,11 +23,14 @@ _UNKNOWN: Final = "(nothing that Python reaches)"
 def leaks(run: Run) -> Leaks:
     """Says how many bytes each step of a run leaves behind, what they are, and which objects hold them.
 
-        with everybyte.trace() as run:
-            losses = []
-            for step in run.steps(4):
-                losses.append(model(x).sum())
-        everybyte.leaks(run).explain()
+        >>> losses = []
+        >>> with eb.trace() as run:
+        ...     for step in run.steps(4):
+        ...         losses.append(torch.ones(1_000))
+        >>> eb.leaks(run).growth.tolist()
+        [4000, 4000, 4000, 4000]
+        >>> eb.leaks(run).frame()["holder"].item()
+        'losses[0]'
 
     Ask while the holders are there: after the block or, of a trace, inside it, for its end empties the caches of
     `functools`. A measurement is asked right after its block, before other tensors take the addresses of the dead.

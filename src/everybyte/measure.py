@@ -34,6 +34,13 @@ _QUIET: Final = "99"
 def measure(device: str = "cpu") -> Measurement:
     """Executes the training code of a `with` block and records what it allocates. The body is that of `trace`.
 
+        >>> with eb.measure(device="cpu") as run:
+        ...     for step in run.steps(1):
+        ...         x = torch.ones(1_000)
+        ...         y = x + x
+        >>> run.timeline.peak_bytes  # two times 1,000 numbers of 4 bytes
+        8000
+
     Args:
         device: "cpu"; "cuda", the current GPU, which gives a `CudaMeasurement`; "auto" for a GPU where PyTorch finds
             one, else the CPU.

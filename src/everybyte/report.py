@@ -37,6 +37,9 @@ EVIDENCE: Final = ("claimed", "computed", "traced", "measured", "recorded")
 def ledger(rows: Mapping[str, Mapping[str, int]]) -> pd.DataFrame:
     """Sets the evidence for each quantity side by side.
 
+        >>> eb.report.ledger({"peak": {"computed": 1_024, "traced": 1_024}})["difference"].tolist()
+        [0]
+
     Args:
         rows: For each quantity, its bytes by kind of evidence, for example
             `{"peak": {"computed": 1_024, "traced": 1_024}}`.
@@ -64,7 +67,8 @@ def ledger(rows: Mapping[str, Mapping[str, int]]) -> pd.DataFrame:
 def side_by_side(total: str = "total", **evidence: Mapping[str, int]) -> pd.DataFrame:
     """The same, from the bytes of each quantity by kind of evidence, with a row that sums each kind.
 
-        >>> side_by_side("all", computed={"weights": 8, "bias": 4}, traced={"weights": 8, "bias": 4})["traced"].tolist()
+        >>> table = eb.report.side_by_side("all", computed={"weights": 8, "bias": 4}, traced={"weights": 8, "bias": 4})
+        >>> table["traced"].tolist()
         [8, 4, 12]
 
     Args:
@@ -120,7 +124,14 @@ def glue(chapter: str) -> Callable[..., None]:
 
 
 def composition(timeline: Timeline, event: int | None = None) -> pd.DataFrame:
-    """What is live at the peak by category: storages, bytes and share, in the order of `CATEGORIES`, with a total."""
+    """What is live at the peak by category: storages, bytes and share, in the order of `CATEGORIES`, with a total.
+
+    >>> data = torch.ones(2, 4)
+    >>> with eb.trace() as run:
+    ...     x = run.to_device(data)
+    >>> eb.report.composition(run.timeline)["nbytes"].to_dict()
+    {'input': 32, 'total': 32}
+    """
     table = timeline.by("category", event)
     table = table.loc[[c for c in (*CATEGORIES, WORKSPACE) if c in table.index]]
     table["share"] = (table["nbytes"] / table["nbytes"].sum()).round(4)

@@ -35,7 +35,7 @@ def saved(function: Callable[[], Any], rules: str | None = None) -> Saved:
     """Runs a forward pass and lists what autograd kept for its backward pass.
 
         >>> layer = torch.nn.Linear(4, 8)
-        >>> saved(lambda: layer(torch.ones(2, 4))).total_bytes  # the input: 2 x 4 numbers of 4 bytes
+        >>> eb.saved(lambda: layer(torch.ones(2, 4))).total_bytes  # the input: 2 x 4 numbers of 4 bytes
         32
 
     Args:
@@ -137,7 +137,8 @@ class Saved:
         """Kept bytes under names of one's own, so that none is left unexplained.
 
             >>> layer = torch.nn.Linear(4, 8)
-            >>> saved(lambda: layer(torch.ones(2, 4)).relu()).partition({"input": "* addmm mat1", "ReLU": "* relu *"})
+            >>> saved = eb.saved(lambda: layer(torch.ones(2, 4)).relu())
+            >>> saved.partition({"input": "* addmm mat1", "ReLU": "* relu *"})
             {'input': 32, 'ReLU': 64}
 
         Args:

@@ -146,6 +146,12 @@ class Comparison:
 class Snapshot:
     """A recording.
 
+        >>> with eb.trace(rules="cuda") as run:
+        ...     x = torch.ones(1_000)
+        >>> run.timeline.to_snapshot("traced.pickle")
+        >>> eb.Snapshot.read("traced.pickle").compare().exact  # the allocator's rules, and what they wrote
+        True
+
     Attributes:
         segments: The segments and blocks at its end, by device and address.
         traces: The events of each device, by its number.

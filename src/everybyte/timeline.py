@@ -64,6 +64,13 @@ SCHEMA: Final = pa.schema(
 class Timeline:
     """Allocations and releases of a run, in order.
 
+        >>> with eb.trace() as run:
+        ...     x = torch.ones(1_000)
+        ...     y = x + x
+        ...     del x
+        >>> run.timeline.live_bytes.tolist(), run.timeline.peak_bytes
+        ([4000, 8000, 4000], 8000)
+
     Args:
         table: An Arrow table with the columns of `SCHEMA`.
         info: What is known of the run as a whole, for example `evidence` ("traced" or "measured"), `start_event` and

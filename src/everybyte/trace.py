@@ -59,15 +59,16 @@ _current_node = torch._C._current_autograd_node
 def trace(rules: str = "cpu", gpu: str | GPU | None = None, retention: str = "pytorch") -> Trace:
     """Runs the training code of a `with` block on the meta device and records what it would allocate.
 
-        with everybyte.trace(rules="cpu") as run:
-            model = Net()
-            optimizer = torch.optim.Adam(model.parameters())
-            x = run.to_device(batch)
-            for step in run.steps(2):
-                model(x).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        run.timeline.peak_bytes
+        >>> with eb.trace(rules="cpu") as run:
+        ...     model = torch.nn.Linear(4, 8)
+        ...     adam = torch.optim.Adam(model.parameters())
+        ...     x = run.to_device(torch.ones(2, 4))
+        ...     for step in run.steps(2):
+        ...         model(x).sum().backward()
+        ...         adam.step()
+        ...         adam.zero_grad()
+        >>> run.timeline.by("category")["nbytes"]["parameter"].item()  # 4 x 8 weights and 8 biases of 4 bytes
+        160
 
     Args:
         rules: Whose kernels' rules the trace follows; "cpu" or "cuda". Under "cuda" new tensors are put on the GPU, as

@@ -27,11 +27,11 @@ _SIZE: Final = re.compile(r"\s*(\d[\d,_]*(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 def format_bytes(nbytes: int) -> str:
     """One number in the book's notation: bytes, then the decimal and the binary unit of its size.
 
-    Args:
-        nbytes: An exact count of bytes; negative for a difference.
+        >>> eb.format_bytes(1_357_143_968)
+        '1,357,143,968 B (1.357 GB, 1.264 GiB)'
 
-    Returns:
-        `"1,357,143,968 B (1.357 GB, 1.264 GiB)"`; below 1,000 bytes the count alone.
+    Args:
+        nbytes: An exact count of bytes; negative for a difference. Below 1,000 it stands alone.
 
     Raises:
         TypeError: If `nbytes` is not an integer. A fraction of a byte is always a mistake upstream.
@@ -46,7 +46,10 @@ def format_bytes(nbytes: int) -> str:
 
 
 def parse_bytes(size: int | str) -> int:
-    """Reads a size as people write it: `"16 GB"`, `"1.5GiB"`, `"4,096 B"`, `4096`.
+    """Reads a size as people write it, or takes a whole number of bytes.
+
+        >>> eb.parse_bytes("16 GB"), eb.parse_bytes("1.5GiB"), eb.parse_bytes("4,096 B")
+        (16000000000, 1610612736, 4096)
 
     Raises:
         ValueError: If the text is no size, or its unit is none of B, KB, MB, GB, KiB, MiB, GiB, TiB.
@@ -64,7 +67,7 @@ def parse_bytes(size: int | str) -> int:
 def in_the_style_of(size: str, nbytes: int) -> str:
     """Writes a number of bytes as a size is written, in its unit and to its digits.
 
-        >>> in_the_style_of("45.9 GB", 45_902_462_976), in_the_style_of("233 KB", 233_472)
+        >>> eb.units.in_the_style_of("45.9 GB", 45_902_462_976), eb.units.in_the_style_of("233 KB", 233_472)
         ('45.9 GB', '233 KB')
 
     Raises:

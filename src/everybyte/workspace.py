@@ -39,6 +39,9 @@ def cublas_bytes(gpu: GPU | str, version: str = torch.__version__, config: str |
 
     8,519,680 B; 32 MiB on Hopper, and from PyTorch 2.12 on Blackwell (pull request 175344).
 
+        >>> eb.workspace.cublas_bytes("a100-80gb", config=""), eb.workspace.cublas_bytes("a100-80gb", config=":16:8")
+        (8519680, 131072)
+
     Args:
         gpu: The GPU, or its name.
         version: Of PyTorch.

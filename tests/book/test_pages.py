@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from bs4 import BeautifulSoup
+from bs4 import BeautifulSoup, Tag
 from press import BOOK
 
 # What makes a browser fetch something without being asked, by tag and attribute.
@@ -91,6 +91,59 @@ def test_every_local_address_leads_somewhere(pages):
 def test_every_picture_in_a_chapter_has_a_text(pages):
     for path, page in pages.items():
         assert not [img for img in page.select("article img") if not img.get("alt", "").strip()], path
+
+
+def test_every_term_of_the_glossary_is_linked_from_elsewhere_and_every_chapter_links_some(pages, site):
+    glossary = site / "book" / "glossary.html"
+    terms = {term["id"] for term in pages[glossary].select("dl.glossary dt[id]")}
+    linked = {}
+    for path, page in pages.items():
+        links = [link["href"].partition("#") for link in page.select("article a:has(> .std-term)")]
+        linked[path] = {anchor for _, _, anchor in links}
+        assert all((path.parent / to).resolve() == glossary for to, _, _ in links if to), path
+    assert len(terms) > 50
+    unlinked = terms - set().union(*(anchors for path, anchors in linked.items() if path != glossary))
+    assert not unlinked
+    few = [path.name for path in pages if re.match(r"[01]\d_", path.name) and len(linked[path]) < 5]
+    assert not few
+
+
+@pytest.mark.parametrize("term", ["storage", "gradient", "optimizer state"])
+def test_a_term_is_linked_where_a_chapter_mentions_it_first(pages, term):
+    anchor = f"#term-{term.replace(' ', '-')}"
+    linked = 0
+    for path, page in pages.items():
+        paragraphs = page.select("article p") if path.parent.name == "notebooks" else []
+        prose = [paragraph for paragraph in paragraphs if not paragraph.find_parent(class_="cell")]
+        mentions = re.compile(rf"\b{term}s?\b", re.IGNORECASE)
+        first = next((paragraph for paragraph in prose if mentions.search(own_words(paragraph, anchor))), None)
+        if first is not None:
+            assert first.select_one(f'a[href$="{anchor}"]'), path.name
+            linked += 1
+    assert linked > 3
+
+
+def own_words(paragraph: Tag, anchor: str) -> str:
+    """A paragraph without code, mathematics, pasted numbers, titles, and what leads elsewhere than to the anchor."""
+    copy = BeautifulSoup(str(paragraph), "html.parser")
+    for other in copy.select(f'code, em, .math, .pasted-text, .pasted-inline, a:not([href$="{anchor}"])'):
+        other.decompose()
+    return copy.get_text(" ")
+
+
+def test_no_page_is_a_dead_end(pages, site):
+    """Each leads on, in its text and by the bar under it, can be searched from, and a chapter can be taken home."""
+    for path, page in pages.items():
+        name = path.relative_to(site).as_posix()
+        if name in ("index.html", "genindex.html", "search.html", "py-modindex.html"):
+            continue
+        assert page.select_one(".prev-next-footer a"), name
+        assert page.select_one(".search-button, .search-button__kbd-shortcut"), name
+        assert page.select("article section section a.reference.internal, article p a.reference.internal"), name
+        if name.startswith("notebooks/"):
+            source = page.select_one("a[download], a.btn-download-source-button")
+            assert source is not None and source["href"].endswith(".ipynb"), name
+            assert (path.parent / source["href"]).exists(), name
 
 
 def test_glued_numbers_are_on_the_page(pages):

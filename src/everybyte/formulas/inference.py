@@ -59,6 +59,11 @@ def kv_cache(bits: int | None = None, *, group: Any = d_head, constants: int = 4
     """Keys and values of s positions: 2 L b s a_kv d_head elements (Pope et al. 2022, "Efficiently Scaling Transformer
     Inference", section 3.3; Ainslie et al. 2023, "GQA").
 
+        >>> from everybyte.formulas import inference, terms
+        >>> sizes = inference.sizes(batch=4, positions=2048, layers=24, hidden=2048, heads=16, element=2)
+        >>> terms.integer(inference.kv_cache(), sizes)  # 2 x 24 x 4 x 2048 x 2048 numbers of 2 bytes
+        1610612736
+
     Args:
         bits: Of a quantized element, packed row by row; None: elements of e bytes.
         group: Elements of a head's row that share constants; all of them by default. A group ends where its row does.

@@ -37,6 +37,10 @@ OPTIMIZER: Final = ("master copy", "momentum", "variance")
 def adam(recipe: str, count: Expr = P) -> Terms:
     """Bytes under Adam, part by part.
 
+        >>> from everybyte.formulas import model_state
+        >>> sum(model_state.adam("bf16, master copy", 1_000).values())  # 2 + 2 + 4 + 4 + 4 bytes for each
+        16000
+
     Args:
         recipe: One of `RECIPES`.
         count: Learnt numbers.

@@ -107,6 +107,13 @@ def present(terms: Mapping[str, Any]) -> Terms:
 def integer(terms: Mapping[str, Any] | Expr, sizes: Mapping[Symbol, int]) -> int:
     """Exact bytes, once all symbols have numbers.
 
+        >>> from everybyte.formulas import terms, transformer
+        >>> layer = transformer.paper(transformer.layer())
+        >>> terms.total(layer)  # an element has e bytes, 2 in bf16, and a mask m, 1
+        2*a*b*e*s**2 + a*b*m*s**2 + 16*b*e*h*s + 2*b*h*m*s
+        >>> terms.integer(layer, transformer.sizes(batch=4, sequence=2048, hidden=2048, heads=16))
+        1912602624
+
     Args:
         terms: A formula; of several terms, their sum.
         sizes: A positive integer for each symbol; 0 too, for a symbol that says so. More symbols do no harm.

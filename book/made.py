@@ -1,0 +1,73 @@
+"""Tables of the book's pages that are made from what the library knows, as Markdown, for `{made} NAME`."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+import torch
+
+import everybyte
+from everybyte import gpus, workspace
+from everybyte.units import GiB
+
+LIBRARY = Path(everybyte.__file__).parent
+SOURCE = re.compile(r"\b(?:ATen|c10|tools/autograd|torch/(?:csrc|optim|utils|cuda))/[\w/]+\.(?:cpp|cuh?|h|py|yaml)\b")
+
+
+def gpu_table() -> str:
+    """The GPUs that have a name, a row each."""
+    head = ["GPU", "`gpu=`", "capability", "processors", "memory, B", "left to PyTorch, GiB", "workspace, B"]
+    rows = [head, ["---"] * len(head)]
+    for gpu in gpus.TABLE:
+        least, most = (nbytes / GiB for nbytes in gpu.usable)
+        rows.append(
+            [
+                gpu.name,
+                f"`{gpu.key}`",
+                "{}.{}".format(*gpu.capability),
+                str(gpu.processors),
+                f"{'≥ ' if gpu.precision else ''}{gpu.total:,}",
+                f"{least:.2f} to {most:.2f}",
+                f"{workspace.cublas_bytes(gpu, '2.13', ''):,}",
+            ]
+        )
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def gpu_sources() -> str:
+    """Who reported each GPU's figures."""
+    return "\n\n".join(f"`{gpu.key}`\n: {gpu.source}" for gpu in gpus.TABLE)
+
+
+def pytorch_sources() -> str:
+    """The files of PyTorch that the library's docstrings and comments name, and the modules that do."""
+    named: dict[str, list[str]] = {}
+    for path in sorted(LIBRARY.rglob("*.py")):
+        module = ".".join(path.relative_to(LIBRARY).with_suffix("").parts)
+        for file in sorted(set(SOURCE.findall(path.read_text(encoding="utf-8")))):
+            named.setdefault(file, []).append(module)
+    version = torch.__version__.partition("+")[0]
+    rows = ["| file | named in |", "|---|---|"]
+    for file in sorted(named):
+        folder = "aten/src/" if file.startswith("ATen") else ""
+        address = f"https://github.com/pytorch/pytorch/blob/v{version}/{folder}{file}"
+        rows.append(f"| [`{file}`]({address}) | {', '.join(f'`{module}`' for module in named[file])} |")
+    return "\n".join(rows)
+
+
+def peers() -> str:
+    """What each tool said of the 1.3B decoder, from the table that `benchmarks/peers.py` stores."""
+    with Path(__file__).with_name("peers.csv").open(encoding="utf-8", newline="") as file:
+        answers = list(csv.DictReader(file))
+    eager, fused, plain = (int(answer["activations"]) for answer in answers[:3])
+    rows = ["| tool | asked | activations, B | of the traced | in all, B |", "|---|---|--:|--:|--:|"]
+    for answer in answers:
+        asked = answer["setting"]
+        traced = plain if "no dropout" in asked else fused if re.search("fused|Flash|sdpa", asked) else eager
+        activations, total = (int(answer[name] or 0) for name in ("activations", "total"))
+        cells = f"{activations:,}" if activations else "–", f"{activations / traced:.2f}" if activations else "–"
+        whole = f"{total:,}" if total else "–"
+        rows.append(f"| {answer['tool']} {answer['version']} | {asked} | {' | '.join(cells)} | {whole} |")
+    return "\n".join([*rows, "", f"Asked on {answers[-1]['date']}."])
