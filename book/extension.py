@@ -148,9 +148,16 @@ class Made(SphinxDirective):
         return self.parse_text_to_nodes(getattr(made, self.arguments[0])())
 
 
+def lists(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: object) -> None:
+    """Takes from the bibliography the role of a list, whose items docutils then does not mark as such."""
+    if 'class="citation-list"' in context.get("body", ""):
+        context["body"] = context["body"].replace('role="list" class="citation-list"', 'class="citation-list"')
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_post_transform(FirstMentions)
     app.add_directive("made", Made)
     app.connect("autodoc-process-docstring", as_rest, priority=400)  # before napoleon
     app.connect("missing-reference", find)
+    app.connect("html-page-context", lists)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -15,6 +15,7 @@ import argparse
 import ast
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -140,7 +141,9 @@ class Book:
                 drop_answers(source)
             jupyter_book = Path(sys.executable).with_name("jupyter-book")
             command = [jupyter_book, "build", source, "--path-output", output, "-W", "-n", "--keep-going", "-q"]
-            done = subprocess.run(command, cwd=self.root, check=False, capture_output=True, text=True)
+            ours = os.pathsep.join(filter(None, [str(self.root / "src"), os.environ.get("PYTHONPATH")]))  # as described
+            environment = os.environ | {"PYTHONPATH": ours}
+            done = subprocess.run(command, cwd=self.root, env=environment, check=False, capture_output=True, text=True)
             if done.returncode:
                 raise PressError(f"{done.stdout}{done.stderr}\nThe build is not clean: mend the warnings above")
             shutil.rmtree(html, ignore_errors=True)
