@@ -87,7 +87,7 @@ def test_times_that_may_be_chance_are_said_to_be_about_one(ratio, words):
 
 
 def test_effect_is_a_number_where_it_is_one():
-    assert [fixes.effect(x) for x in (0.0, -9e-5, 2e-3)] == ["the same", "the same to 10⁻⁴", "+0.20%"]
+    assert [fixes.effect(x) for x in (0.0, -9e-5, 2e-3)] == ["0", "below 10⁻⁴", "+0.20%"]
 
 
 def test_forecasts_are_compared_with_the_first_models():

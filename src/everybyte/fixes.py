@@ -21,6 +21,7 @@ from .models.tft_selection import grouped_state
 from .run import Run
 from .saved import Saved, saved
 from .training import one_thread
+from .units import MB
 from .ways import take
 
 
@@ -101,7 +102,7 @@ def times(ratio: float) -> str:
 
 def effect(away: float) -> str:
     """By what share a loss is off, in words where it is nothing or next to nothing."""
-    return "the same" if away == 0 else "the same to 10⁻⁴" if abs(away) < 1e-4 else f"{away:+.2%}"
+    return "0" if away == 0 else "below 10⁻⁴" if abs(away) < 1e-4 else f"{away:+.2%}"
 
 
 def nine(
@@ -116,11 +117,12 @@ def nine(
         away: By what share the loss is off.
     """
     rows = {
-        title: ("" if claim is None else f"{claim:,}", f"{found[way]:,}", f"{small[way]:,}",
+        title: ("" if claim is None else f"{claim / MB:,.7g} MB", f"{found[way]:,}", f"{small[way]:,}",
                 f"{times(ratio[way])} ×", effect(away[way]))
         for way, (title, claim) in tft_fixes.NINE.items()
     }  # fmt: skip
-    return pd.DataFrame(rows, ["claimed", "saved", "saved, small", "time", "loss"]).T.rename_axis("recommendation")
+    columns = ["claimed", "saved", "saved, small", "time", "loss off by"]
+    return pd.DataFrame(rows, columns).T.rename_axis("recommendation")
 
 
 def forecasts(models: Mapping[str, TFT], batch: Batch) -> pd.DataFrame:

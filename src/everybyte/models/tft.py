@@ -71,7 +71,7 @@ class TFTConfig:
     context: str = "every"  # a projection in each GRN's list, none in its sum ("none"); paper: "selection" only
     selection: str = "linear"  # "(256 x 210) -> 210", but 53,970 is 256 -> 210 ("pooled"); paper: "grn"
     selection_compute: str = "loop"  # one variable at a time, as its code does; same result: "grouped", "streamed"
-    selection_keep: int = 160  # "streamed": outputs of so many variables stay, the others are computed anew
+    selection_keep: int = 200  # "streamed": outputs of so many variables stay, the others are computed anew
     skip: str = "project"  # "skip_projection (if needed)": where a GRN changes width; "none": no skip there
     dropout: float = 0.1  # it lists none, yet 74 M weights on 180 windows need some; paper: before each gate
     attention_dropout: float = 0.0  # on the attention weights: in neither the report nor the paper's equations
