@@ -21,10 +21,10 @@ export PYDEVD_DISABLE_FILE_VALIDATION := 1
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup book html test refresh train recordings sweeps serve clean
+.PHONY: help setup book html test refresh train recordings sweeps screenshots serve clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "  PYTHON=python3.12 chooses the interpreter that .venv is made from; PORT=8080 where 'serve' listens,"
 	@echo "  JOBS=4 how many tests run at a time, ANSWERS=no leaves the answers to the exercises out of the pages."
@@ -87,6 +87,10 @@ sweeps: $(INSTALLED)  ## sweep one step of each model over batch and sequence (m
 	@$(SWEEP) -p model=decoder -p batch_size=1,4,16 -p sequence=256,512,1024,1536,2048,4096
 	@$(SWEEP) -p model=tft -p batch_size=1,4,16 -p sequence=50:250:50
 	@cp _build/sweeps/results.parquet notebooks/data/sweep.parquet
+
+screenshots: $(TESTABLE)  ## take the README's pictures from _build/html by a headless Chromium, rendering it first if it is missing
+	@test -f _build/html/index.html || $(PRESS) render
+	@$(BIN)/python book/screenshots.py
 
 serve: $(INSTALLED)  ## serve _build/html on this machine, rendering it first if it is missing
 	@test -f _build/html/index.html || $(PRESS) render

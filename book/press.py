@@ -225,7 +225,7 @@ def stage(book: Book, target: Path, notebooks: Path) -> None:
     target.mkdir(parents=True)
     for name in ("_config.yml", "_toc.yml"):
         shutil.copy(book.root / name, target)
-    tools = shutil.ignore_patterns("__pycache__", "press.py", "*_page.py", "found.py")  # no pages
+    tools = shutil.ignore_patterns("__pycache__", "press.py", "*_page.py", "found.py", "screenshots*")  # no pages
     shutil.copytree(book.root / "book", target / "book", ignore=tools)
     (target / "notebooks").mkdir()
     for notebook in book.executed():

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import screenshots
+from PIL import Image
 from press import BOOK, Book, PressError, drop_answers, joined_streams, main, read_source, stage, with_command
 
 read = partial(nbformat.read, as_version=4)
@@ -150,3 +152,12 @@ def test_every_make_target_that_the_prose_names_exists():
         named = set(re.findall(r"(?:`|\$ )(?:\w+=\S+ )*make ([a-z]+)", page.read_text(encoding="utf-8")))
         assert named <= targets, page.name
     assert {"book", "html", "test", "refresh", "serve", "train"} <= targets
+
+
+def test_the_readme_shows_each_picture_that_make_screenshots_takes():
+    readme = (BOOK.root / "README.md").read_text(encoding="utf-8")
+    for name in screenshots.SHOTS:
+        picture = screenshots.PICTURES / f"{name}.png"
+        assert f"book/_static/screenshots/{name}.png" in readme
+        assert Image.open(picture).size == tuple(screenshots.SIZE.values())
+        assert picture.stat().st_size < 200_000
