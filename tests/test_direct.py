@@ -84,6 +84,14 @@ def with_gradients(p: torch.Tensor, g: torch.Tensor, m: torch.Tensor) -> None:
             m.add_(torch.autograd.grad(loss, p)[0])
 
 
+def counted_on_the_host(p: torch.Tensor, g: torch.Tensor, m: torch.Tensor) -> None:
+    count = torch.zeros(3, device="cpu")
+    for _ in range(3):
+        count.add_(1).mul_(2.0)
+    assert count.tolist() == [14.0] * 3
+    p.add_(g, alpha=-count[0].sqrt().item())
+
+
 def mapped(p: torch.Tensor, g: torch.Tensor, m: torch.Tensor) -> None:
     m.copy_(g.sqrt().mul(g))
     p.add_(torch.func.vmap(lambda row: row.sqrt().mul(row))(g))
@@ -91,7 +99,7 @@ def mapped(p: torch.Tensor, g: torch.Tensor, m: torch.Tensor) -> None:
 
 UPDATES = [
     *(adam_like, weight_of_no_dimensions, scaled_and_masked, shapes_that_numbers_decide, negated_in_its_bit),
-    *(other_dtypes, under_autocast, with_gradients, mapped),
+    *(other_dtypes, under_autocast, with_gradients, counted_on_the_host, mapped),
 ]
 
 

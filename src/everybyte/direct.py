@@ -28,11 +28,15 @@ _function_modes: Final = torch._C._len_torch_function_stack
 _transform: Final = torch._C._functorch.maybe_current_level
 
 
+HOST: Final = object()
+"""Returned by an op on the host's own tensors beside the device, which really runs."""
+
+
 class Known(NamedTuple):
     """What a kind of call becomes, and returns."""
 
     op: Op
-    returns: Any  # as `kernels.make` takes it
+    returns: Any  # as `kernels.make` takes it, or `HOST`
 
 
 class Watched(NamedTuple):
@@ -88,7 +92,7 @@ class Direct:
 
     def watch(self, kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Begins to watch what a call becomes, if that is to be learnt and no other call is watched."""
-        if self.watched is not None or kind is None or kind in self.known:
+        if self.watched is not None or kind in self.known:
             return False
         self.watched = Watched(kind, args, kwargs, [])
         return True
@@ -109,9 +113,10 @@ class Direct:
             return  # a function in Python may do what it likes
         positions = [i for i, arg in enumerate(args) if type(arg) in _NUMBERS]
         if op.plan.numbers.issuperset((*positions, *kwargs)):  # no shape depends on their values
-            _, of_host, key = op.plan.look(args, kwargs)
-            returns = op.plan.returned(key)
-            if returns is not ABSENT and not of_host:
+            tensors, of_host, key = op.plan.look(args, kwargs)
+            beside = self._device != "cpu" and of_host == len(tensors)
+            returns = HOST if beside else op.plan.returned(key)
+            if returns is HOST or (returns is not ABSENT and not of_host):
                 self.known[kind] = Known(op, returns)
 
 

@@ -23,6 +23,8 @@ ABSENT: Final = object()
 _TENSOR_RETURNS: Final = frozenset({"Tensor", "List[Tensor]"})
 _Tensor: Final = torch.Tensor
 _empty_strided: Final = torch.empty_strided
+_is_grad_enabled: Final = torch.is_grad_enabled
+_default_dtype: Final = torch.get_default_dtype
 
 
 class New(NamedTuple):
@@ -69,7 +71,7 @@ class Plan:
             found = tensors_in(args, kwargs)
             return found, len([tensor for tensor in found if not tensor.is_meta]), None
         tensors: list[torch.Tensor] = []
-        key: list[Any] | None = [torch.is_grad_enabled(), torch.get_default_dtype()]
+        key: list[Any] | None = [_is_grad_enabled(), _default_dtype()]
         of_host, numbers = 0, self.numbers
         for i, arg in enumerate(args):
             if isinstance(arg, _Tensor):

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 
 from . import gpus, snapshot_file, values, workspace
 from .attribution import Attribution, asking_frame, line_of_code_that, storage_of, user_frame, user_line
-from .direct import Direct, Known
+from .direct import HOST, Direct, Known
 from .files import guarded
 from .gpus import GPU
 from .kernels import ABSENT, META, New, make, tensors_in
@@ -249,7 +249,7 @@ class Trace(Run):
         known = None if kind is None else self._direct.known.get(kind)
         if known is not None and _current_node() is None:
             return self._directly(known, args, kwargs)
-        watched = self._direct.watch(kind, args, kwargs)
+        watched = kind is not None and self._direct.watch(kind, args, kwargs)
         self._calls.append((function, _current_node()))
         try:
             if function in self._rules.functions:
@@ -278,6 +278,9 @@ class Trace(Run):
         """Runs a call that is known to become an op, outside any backward node."""
         if self._number != -1:
             self._at_node(None, -1)
+        if known.returns is HOST:
+            with torch._C._DisableTorchDispatch():
+                return known.op.func(*args, **kwargs)
         if known.op.aliases:
             out = self._run(*known, args, kwargs, tensors_in(args, kwargs), None, None, True)
         else:
@@ -753,8 +756,9 @@ class Trace(Run):
             self._storages.label(module.buffers(), "buffer")
 
     def _label_gradients(self) -> None:
-        for root in self.attribution.roots:
-            self._storages.label(_gradients(root.parameters()), "gradient")
+        with torch._C.DisableTorchFunction():
+            for root in self.attribution.roots:
+                self._storages.label(_gradients(root.parameters()), "gradient")
 
     def _on_module(self, path: str | None) -> None:
         self._number = None
