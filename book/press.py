@@ -29,6 +29,7 @@ from pathlib import Path
 import jupytext
 import nbformat
 import papermill
+import yaml
 from jupytext.config import load_jupytext_config
 from nbformat import NotebookNode
 
@@ -80,6 +81,12 @@ class Book:
     @property
     def html(self) -> Path:
         return self.root / "_build" / "html"
+
+    @property
+    def launch_from(self) -> str:
+        """The repository of a fork whose chapters open on Colab and Kaggle: "owner/name@branch", or nothing."""
+        config = yaml.safe_load((self.root / "_config.yml").read_text(encoding="utf-8"))
+        return config["sphinx"]["config"]["launch_from"]
 
     def sources(self) -> list[Path]:
         """The chapters' sources, in the order of their numbers."""
@@ -170,7 +177,7 @@ class Book:
             print(f"{progress} executing {source.name} ...", flush=True)
             with tempfile.TemporaryDirectory() as scratch:
                 unrun, ran = Path(scratch) / "unrun.ipynb", Path(scratch) / f"{source.stem}.ipynb"
-                nbformat.write(read_source(source), unrun)
+                nbformat.write(launchable(read_source(source), self.launch_from), unrun)
                 run = execute(unrun, ran, cwd=self.notebooks)
                 fresh = lasting(nbformat.read(ran, as_version=4))
             changed = store(fresh, source)
@@ -185,6 +192,16 @@ class Book:
 
 BOOK = Book(Path(__file__).resolve().parent.parent)
 """This book."""
+
+
+LAUNCH = """\
+# On Colab or Kaggle: fetch this book, and install what is missing there.
+import importlib.util
+
+if importlib.util.find_spec("everybyte") is None:
+    !git clone --quiet --depth 1 --branch {branch} https://github.com/{repository}
+    %pip install --quiet "./{name}[book]"
+    %cd {name}/notebooks"""
 
 
 def numbered(paths: Sequence[Path]) -> Iterable[tuple[str, Path]]:
@@ -313,6 +330,18 @@ def read_source(path: Path) -> NotebookNode:
 def as_source(notebook: NotebookNode, path: Path) -> str:
     """The MyST text of a notebook, as its source at `path` should read."""
     return jupytext.writes(notebook, fmt="md:myst", config=load_jupytext_config(str(path)))
+
+
+def launchable(notebook: NotebookNode, launch_from: str) -> NotebookNode:
+    """With a first code cell, in place, that gets a hosted notebook what it lacks; without one if there is no fork."""
+    notebook.cells = [cell for cell in notebook.cells if "launch" not in cell.metadata.get("tags", [])]
+    if launch_from:
+        repository, _, branch = launch_from.partition("@")
+        source = LAUNCH.format(repository=repository, name=repository.rpartition("/")[2], branch=branch or "main")
+        cell = nbformat.v4.new_code_cell(source, metadata={"tags": ["launch", "remove-cell"]}, id="launch")
+        first = next(n for n, other in enumerate(notebook.cells) if other.cell_type == "code")
+        notebook.cells.insert(first, cell)
+    return notebook
 
 
 def lasting(notebook: NotebookNode) -> NotebookNode:

@@ -12,8 +12,20 @@ from pathlib import Path
 import nbformat
 import pytest
 import screenshots
+from bs4 import BeautifulSoup
 from PIL import Image
-from press import BOOK, Book, PressError, drop_answers, joined_streams, main, read_source, stage, with_command
+from press import (
+    BOOK,
+    Book,
+    PressError,
+    comparable,
+    drop_answers,
+    joined_streams,
+    main,
+    read_source,
+    stage,
+    with_command,
+)
 
 read = partial(nbformat.read, as_version=4)
 
@@ -45,7 +57,8 @@ time.perf_counter_ns()
 def small(tmp_path) -> Book:
     """A book of one chapter, with an output that never stays the same."""
     (tmp_path / "notebooks").mkdir()
-    shutil.copy(BOOK.root / "jupytext.toml", tmp_path)
+    for name in ("jupytext.toml", "_config.yml"):
+        shutil.copy(BOOK.root / name, tmp_path)
     book = Book(tmp_path)
     (book.notebooks / "01_small.md").write_text(SOURCE.replace("{width}", "8"))
     book.refresh()
@@ -53,7 +66,7 @@ def small(tmp_path) -> Book:
 
 
 def contents(book: Book) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in book.notebooks.iterdir()}
+    return {path.name: path.read_bytes() for path in book.notebooks.iterdir() if path.is_file()}
 
 
 def test_a_second_refresh_changes_no_byte_though_a_timing_differs(small):
@@ -114,6 +127,34 @@ def test_the_command_at_the_head_of_a_page_runs_as_it_stands(tmp_path):
 def test_rendering_a_run_that_never_happened_says_what_to_do(small, capsys):
     with pytest.raises(PressError, match="make book"):
         small.render(executed=True)
+
+
+def test_one_switch_gives_a_fork_links_to_colab_and_kaggle_and_a_cell_that_installs_what_is_missing_there(small):
+    source, stored = (file.read_bytes() for file in (small.sources()[0], small.executed()[0]))
+    config, switch = small.root / "_config.yml", 'launch_from: ""'
+    assert config.read_text().count(switch) == 1
+    config.write_text(config.read_text().replace(switch, 'launch_from: "you/a-fork@dev"'))
+    assert small.refresh() == ["01_small.ipynb", "01_small.md"]
+    first = next(cell for cell in read(small.executed()[0]).cells if cell.cell_type == "code")
+    assert first.metadata.tags == ["launch", "remove-cell"] and not first.outputs
+    assert "git clone --quiet --depth 1 --branch dev https://github.com/you/a-fork\n" in first.source
+    assert small.refresh() == []
+
+    shutil.copytree(BOOK.root / "book", small.root / "book", ignore=shutil.ignore_patterns("*.md", "__pycache__"))
+    (small.notebooks / "data").mkdir()
+    (small.root / "_toc.yml").write_text("format: jb-book\nroot: notebooks/01_small\n")
+    page = BeautifulSoup((small.render().parent / "notebooks/01_small.html").read_text(), "html.parser")
+    links = {link.get_text(strip=True): link["href"] for link in page.select(".header-article-items a[href*=github]")}
+    assert links == {
+        "Colab": "https://colab.research.google.com/github/you/a-fork/blob/dev/notebooks/01_small.ipynb",
+        "Kaggle": "https://kaggle.com/kernels/welcome?src=https://github.com/you/a-fork/blob/dev/notebooks/01_small.ipynb",
+    }
+    assert "git clone" not in page.select_one("article").get_text()
+
+    config.write_text(config.read_text().replace("you/a-fork@dev", ""))
+    assert small.refresh() == ["01_small.ipynb", "01_small.md"]
+    assert small.sources()[0].read_bytes() == source
+    assert comparable(read(small.executed()[0])) == comparable(nbformat.reads(stored, as_version=4))
 
 
 def test_a_build_without_the_answers_lacks_them_and_nothing_else(tmp_path):
