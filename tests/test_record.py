@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tarfile
@@ -176,16 +175,15 @@ def test_a_case_that_runs_out_of_memory_is_a_row_with_the_numbers_and_its_timeli
 
 
 def test_stopped_in_the_middle_of_a_case_it_leaves_a_sound_recording_of_those_before(gpu, tmp_path, monkeypatch):
-    real = record._case
+    real = record._apart
 
-    def case(which, gpu, free, path):
-        if which.name == "gpt-eager":
-            path.write_bytes(b"half a timeline")
-            os.kill(os.getppid(), signal.SIGINT)
-            time.sleep(60)
-        return real(which, gpu, free, path)
+    def apart(work, limit, *args):
+        if work is record._case and args[0].name == "gpt-eager":
+            args[-1].write_bytes(b"half a timeline")
+            raise KeyboardInterrupt
+        return real(work, limit, *args)
 
-    monkeypatch.setattr(record, "_case", case)
+    monkeypatch.setattr(record, "_apart", apart)
     with pytest.raises(KeyboardInterrupt):
         rows(tmp_path, ["head-full", "gpt-eager"])
     (left,) = tmp_path.iterdir()

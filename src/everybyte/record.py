@@ -167,16 +167,17 @@ def _apart(work: Callable[..., dict[str, Any]], limit: float, *args: Any) -> dic
     context = multiprocessing.get_context("fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn")
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(there, work, args))
-    process.start()
-    there.close()
     try:
+        process.start()
+        there.close()
         answer = here.recv() if here.poll(limit) else {"error": f"not done in {limit:.0f} s"}
     except EOFError:
         process.join()
         answer = {"error": f"its process died, exit code {process.exitcode}"}
     finally:
-        process.kill()
-        process.join()
+        if process.pid:
+            process.kill()
+            process.join()
     return answer
 
 
