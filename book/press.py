@@ -242,8 +242,11 @@ def stage(book: Book, target: Path, notebooks: Path) -> None:
     target.mkdir(parents=True)
     for name in ("_config.yml", "_toc.yml"):
         shutil.copy(book.root / name, target)
-    tools = shutil.ignore_patterns("__pycache__", "press.py", "*_page.py", "found.py", "screenshots*")  # no pages
+    tools = shutil.ignore_patterns("__pycache__", "press.py", "*_page.py", "found.py", "screenshots*", "calculator.py")
     shutil.copytree(book.root / "book", target / "book", ignore=tools)
+    from calculator import script  # imports all of the library, which the other targets do without
+
+    (target / "book" / "_static" / "calculator-formulas.js").write_text(script(), encoding="utf-8")
     (target / "notebooks").mkdir()
     for notebook in book.executed():
         page = with_command(nbformat.read(notebooks / notebook.name, as_version=4), notebook)

@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from functools import cache
 from typing import Any
 from urllib.parse import unquote, urldefrag
 
 import pytest
 from press import BOOK
 
-ASKED = os.environ.get("EVERYBYTE_BROWSER", "")  # a browser's path, or "required": none is then a failure
-NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-BROWSER = ASKED if os.sep in ASKED else next(filter(None, map(shutil.which, NAMES)), None)
-FLAGS = (
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
-)  # fmt: skip
-
-try:
-    from axe_playwright_python.base import AXE_SCRIPT
-    from playwright.sync_api import Browser, Page, sync_playwright
-except ImportError:
-    MISSING = "Playwright is not installed (requirements-test.txt): pages were read, not looked at"
-else:
-    MISSING = "" if BROWSER else f"no browser found as any of {', '.join(NAMES)}: pages were read, not looked at"
-pytestmark = pytest.mark.skipif(bool(MISSING) and not ASKED, reason=MISSING)
-
 TOC = re.findall(r"(?:root|file): (\S+)", (BOOK.root / "_toc.yml").read_text(encoding="utf-8"))
 PAGES = [f"{name}.html" for name in (*TOC, "genindex", "search")]
-PHONE = {"width": 390, "height": 844}
+PHONE = 390
 
 SETTLED = "document.readyState === 'complete' && (!window.MathJax || MathJax.startup.promise.then(() => true))"
 
@@ -102,44 +81,7 @@ class Visit:
     axe: dict[str, list[str]]
 
 
-class Handler(SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture(scope="module")
-def address(site) -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(site))) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    assert not MISSING, MISSING
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=[*FLAGS])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture(scope="module")
-def page(browser) -> Iterator[Page]:
-    """A phone, with nothing stored and `page.said` and `page.fetched` for what it says and fetches."""
-    context = browser.new_context(viewport=PHONE)
-    context.set_default_timeout(120_000)
-    page = context.new_page()
-    page.said, page.fetched = [], []
-    page.on("console", lambda message: message.type in ("error", "warning") and page.said.append(message.text))
-    page.on("pageerror", lambda error: page.said.append(str(error)))
-    page.on("requestfailed", lambda request: page.said.append(f"{request.url}: {request.failure}"))
-    page.on("request", lambda request: page.fetched.append(request.url))
-    yield page
-    context.close()
-
-
-def open_page(page: Page, address: str) -> None:
+def open_page(page: Any, address: str) -> None:
     page.said.clear()
     page.fetched.clear()
     page.goto(address)
@@ -149,22 +91,23 @@ def open_page(page: Page, address: str) -> None:
 @pytest.fixture(scope="module")
 def visit(page, address) -> Callable[[str], Visit]:
     """Looks at a page, once, at a phone's width, in light and in dark."""
+    from axe_playwright_python.base import AXE_SCRIPT
 
     @cache
     def look(name: str) -> Visit:
         page.emulate_media(color_scheme="light")
         open_page(page, f"{address}/{name}")
-        read, faint, axe = page.evaluate(READ), {}, {}
+        read, faint, found = page.evaluate(READ), {}, {}
         for theme in ("light", "dark"):
             page.emulate_media(color_scheme=theme)
             page.wait_for_function("(theme) => document.documentElement.dataset.theme === theme", arg=theme)
             faint[theme] = page.evaluate(FAINT)
         page.evaluate(SHORTEN)
         page.evaluate(AXE_SCRIPT)
-        axe["dark"] = page.evaluate(AXE, OF_COLOUR)
+        found["dark"] = page.evaluate(AXE, OF_COLOUR)
         page.emulate_media(color_scheme="light")
-        axe["light"] = page.evaluate(AXE, None)
-        return Visit(read, [*page.said], [*page.fetched], faint, axe)
+        found["light"] = page.evaluate(AXE, None)
+        return Visit(read, [*page.said], [*page.fetched], faint, found)
 
     return look
 
@@ -196,7 +139,7 @@ def test_a_page_fits_a_phone_and_its_mathematics_is_set(name, visit):
     read = visit(name).read
     assert read["set"] == read["math"], "mathematics that was not set"
     assert not read["bad"]
-    assert read["width"] <= PHONE["width"], "the page is wider than a phone: something does not scroll by itself"
+    assert read["width"] <= PHONE, "the page is wider than a phone: something does not scroll by itself"
 
 
 @pytest.mark.parametrize("name", PAGES)

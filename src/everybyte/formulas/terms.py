@@ -172,20 +172,39 @@ def javascript(terms: Mapping[str, Any] | Expr, name: str = "bytes") -> str:
     Raises:
         ValueError: If `name` is no identifier, or the formula has a function that is not translated.
     """
+    return "\n".join([f"function {_identifier(name)}(sizes) {{", _HELPERS, *_body(terms), "}"])
+
+
+def javascripts(formulas: Mapping[str, Mapping[str, Any] | Expr], name: str) -> str:
+    """The source of a constant: an object that has, under each key, a function as `javascript` makes it."""
+    numbers: dict[str, int] = {}
+    keys = {key: numbers.setdefault("\n".join(_body(terms)), len(numbers)) for key, terms in formulas.items()}
+    functions = [f"const f{number} = (sizes) => {{\n{body}\n}};" for body, number in numbers.items()]
+    names = ", ".join(f"{_string(key)}: f{number}" for key, number in keys.items())
+    return "\n".join(
+        [f"const {_identifier(name)} = (() => {{", _HELPERS, *functions, f"return {{ {names} }};", "})();"]
+    )
+
+
+def _identifier(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z_$][\w$]*", name, re.ASCII):
         raise ValueError(f"name={name!r}: not an identifier of JavaScript")
+    return name
+
+
+def _body(terms: Mapping[str, Any] | Expr) -> list[str]:
+    """A function's body: sizes checked and made BigInt, and the result."""
     parts = {key: total(term) for key, term in terms.items()} if isinstance(terms, Mapping) else {"": total(terms)}
     symbols = sorted(set().union(*(part.free_symbols for part in parts.values())), key=_reading)
-    sizes = [f'  const {x} = size("{x}", {1 if x.is_positive else 0});' for x in symbols]
-    lines = [f"{_string(key)}: count({_script(part)})," for key, part in parts.items()]
-    result = ["  return {", *(f"    {line}" for line in lines), "  };"]
+    sizes = [f'  const {x} = size(sizes, "{x}", {1 if x.is_positive else 0});' for x in symbols]
     if not isinstance(terms, Mapping):
-        result = [f"  return count({_script(parts[''])});"]
-    return "\n".join([f"function {name}(sizes) {{", _HELPERS, *sizes, *result, "}"])
+        return [*sizes, f"  return count({_script(parts[''])});"]
+    lines = [f"    {_string(key)}: count({_script(part)})," for key, part in parts.items()]
+    return [*sizes, "  return {", *lines, "  };"]
 
 
 _HELPERS: Final = """\
-  const size = (name, least) => {
+  const size = (sizes, name, least) => {
     const x = sizes[name];
     const exact = typeof x === "bigint" || Number.isSafeInteger(x);
     if (!exact || x < least) throw new RangeError(`${name}=${x}: must be an integer from ${least}`);

@@ -354,7 +354,7 @@ def stack(
 
 
 def parameters(
-    *, tied: bool = True, positions: bool = True, biases: bool = True, mlp: str = "gelu", kv_heads: Expr = a,
+    *, tied: bool = True, positions: bool = True, biases: bool | str = True, mlp: str = "gelu", kv_heads: Expr = a,
     inner: Expr | None = None,
 ) -> Terms:  # fmt: skip
     """Numbers that a decoder learns, tensor by tensor; those of a layer are counted L times.
@@ -362,7 +362,7 @@ def parameters(
     Args:
         tied: The output head is the token embedding, and one tensor.
         positions: There is a learnt embedding of p_max positions.
-        biases: Products and LayerNorms have one; the head never has.
+        biases: Products and LayerNorms have one; the head never has. "QKV": that product alone has.
         mlp, kv_heads, inner: As in `layer`.
     """
     choose("mlp", mlp, ("gelu", "relu", "swiglu", "swiglu fused"))
@@ -376,12 +376,12 @@ def parameters(
         "second MLP product": (inner, h),
     }
     weights = {name: rows * columns for name, (rows, columns) in products.items()}
-    bias = {f"{name} bias": columns for name, (_, columns) in products.items()}
+    bias = {f"{name} bias": columns for name, (_, columns) in products.items() if biases in (True, name)}
     return present({
         "token embedding": V * h,
         "position embedding": p_max * h if positions else 0,
-        **{name: sp.expand(L * count) for name, count in {**weights, **(bias if biases else {})}.items()},
+        **{name: sp.expand(L * count) for name, count in {**weights, **bias}.items()},
         "LayerNorm weights": (2 * L + 1) * h,
-        "LayerNorm biases": (2 * L + 1) * h if biases else 0,
+        "LayerNorm biases": (2 * L + 1) * h if biases is True else 0,
         "head": 0 if tied else V * h,
     })  # fmt: skip
