@@ -115,7 +115,8 @@ def as_rest(app: Sphinx, what: str, name: str, obj: object, options: object, lin
             kind = "pycon" if ">>>" in line else "text" if re.search(r"\S {3,}\S", line) else "python"
             text += [f".. code-block:: {kind}", ""]
         text.append(line if code else re.sub(r"(?<![`:])`([^`]+)`(?!`)", role, line))
-    lines[:] = ["", *text] if what in ("attribute", "data", "property") else text  # else "x: y" is a type and a text
+    # Before the text of an attribute an empty comment, else napoleon takes what stands before a colon for its type.
+    lines[:] = ["..", "", *text] if what in ("attribute", "data", "property") else text
 
 
 def role(match: re.Match[str]) -> str:
