@@ -34,8 +34,8 @@ MIXED = "bf16, master copy"
 KEPT = sp.Symbol("A")
 LOSS = 4  # bytes, in fp32
 
-WIDE = ("kept for backward", "bytes", "bf16 on CUDA")
-"""The head of a table with general and with folded-in widths: e = 2, m = 1, r = 4."""
+WIDE = ("kept for backward", "bytes in bf16 on CUDA", "bytes")
+"""The head of a table with folded-in widths, e = 2, m = 1, r = 4, and with general ones."""
 
 
 OTHERS = {inference.c: "queries that run at once", inference.t: "positions they attend to", model_state.N: "GPUs",
@@ -106,7 +106,7 @@ def page() -> str:
     """The whole page."""
     linear, quadratic = transformer.by_degree(transformer.paper(transformer.layer())).values()
     crossing = transformer.crossover(linear.subs(transformer.BF16_ON_CUDA), quadratic.subs(transformer.BF16_ON_CUDA))
-    folded = ((name, f, total(f).subs(transformer.BF16_ON_CUDA)) for name, f in decoder())
+    folded = ((name, total(f).subs(transformer.BF16_ON_CUDA), f) for name, f in decoder())
     parts = [
         HEAD.format(symbols=" · ".join(f"${latex(x)}$ {meaning}" for x, meaning in symbols().items()) + "."),
         *_table("A decoder", WIDE, folded),
