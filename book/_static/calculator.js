@@ -154,6 +154,7 @@
     return `${grouped(shown / scale)}.${(shown % scale).toString().padStart(digits, "0")}`;
   };
   const GB = 10n ** 9n, GiB = 2n ** 30n;
+  const most = (x, field) => grouped(largest(x, field)).replace(/^0$/, "0, not even one");
   const both = (n) => `${grouped(n)} B (${places(n, GB)} GB, ${places(n, GiB)} GiB)`;
 
   // ---- The page ----
@@ -253,18 +254,18 @@
 
   function draw(x) {
     const step = peak(x);
-    const [least, most] = BOOK.gpus[x.gpu].usable.map(BigInt);
+    const [least, room] = BOOK.gpus[x.gpu].usable.map(BigInt);
     const { needed } = step;
     const name = BOOK.gpus[x.gpu].name;
     const [kind, text] = needed <= least
       ? ["fits", `Fits on ${name}: ${both(needed)} needed, ${both(least - needed)} left.`]
-      : needed > most
-        ? ["none", `Does not fit on ${name}: ${both(needed)} needed, ${both(needed - most)} too much.`]
-        : ["tight", `May fit on ${name}: ${both(needed)} needed, and a CUDA context leaves ${both(least)} to ${both(most)}.`];
+      : needed > room
+        ? ["none", `Does not fit on ${name}: ${both(needed)} needed, ${both(needed - room)} too much.`]
+        : ["tight", `May fit on ${name}: ${both(needed)} needed, and a CUDA context leaves ${both(least)} to ${both(room)}.`];
     verdict.className = `calculator-verdict calculator-${kind}`;
     verdict.textContent = text;
 
-    const scale = [needed, most, ...Object.values(step.moments).map(bytes)].reduce((p, q) => (p > q ? p : q));
+    const scale = [needed, room, ...Object.values(step.moments).map(bytes)].reduce((p, q) => (p > q ? p : q));
     const width = (n) => `${Number((n * 100_000n) / scale) / 1000}%`;
     bars.replaceChildren(...shown(step).map((moment) => {
       const parts = {};
@@ -294,12 +295,12 @@
       entries.push(["Crossover", "crossover", quadratic
         ? `${places(linear, quadratic, 1)} tokens: beyond, a layer keeps more that grows with s² than with s`
         : "none: nothing that a layer keeps grows with s²"]);
-      entries.push(["Longest sequence that fits", "sequence", grouped(largest(x, "sequence"))]);
-      entries.push(["Largest batch that fits", "batch", grouped(largest(x, "batch"))]);
+      entries.push(["Longest sequence that fits", "sequence", most(x, "sequence")]);
+      entries.push(["Largest batch that fits", "batch", most(x, "batch")]);
     } else {
       entries.push(["Kept between forward and backward", "kept", both(step.kept)]);
-      entries.push(["Longest history that fits", "history", grouped(largest(x, "history"))]);
-      entries.push(["Largest batch that fits", "batch", grouped(largest(x, "tft_batch"))]);
+      entries.push(["Longest history that fits", "history", most(x, "history")]);
+      entries.push(["Largest batch that fits", "batch", most(x, "tft_batch")]);
     }
     facts.replaceChildren(...entries.flatMap(([term, key, text]) =>
       [make("dt", {}, term), make("dd", { "data-fact": key }, text)]));
