@@ -331,6 +331,27 @@ def test_files_without_settings_times_block_addresses_pools_and_frames_read_the_
     assert old.compare().recorded.peak_allocated == 512 + 3 * MiB + 30 * MiB
 
 
+def test_segments_that_do_not_say_whether_they_expand_and_stacks_that_are_missing_read_the_same():
+    gpu, _ = program("full", 0)
+    new, old = (gpu.snapshot(0) for _ in range(2))
+    for segment in old["segments"]:
+        del segment["is_expandable"]
+    old["device_traces"] = [[{**event, "frames": None} for event in gpu.events]]
+    del old["allocator_settings"]["expandable_segments"]
+    new, old = eb.Snapshot.of(new), eb.Snapshot.of(old)
+    assert (new.segments, new.settings, new.traces) == (old.segments, old.settings, old.traces)
+    assert old.compare().exact
+
+
+def test_a_file_without_settings_says_that_they_may_be_why_it_differs():
+    gpu = Gpu({"roundup_power2_divisions": 4})
+    gpu.alloc(1100 * MiB, 0, DEFAULT_POOL)
+    data = gpu.snapshot(len(gpu.events))
+    assert eb.Snapshot.of(data).compare().exact
+    del data["allocator_settings"]
+    assert eb.Snapshot.of(data).compare().left_out[0] == "the allocator's settings, from event 0 on"
+
+
 def test_blocks_that_list_their_uses_as_before_2_1_read_the_same(tmp_path):
     new, old = plain(), plain()
     for segment in old["segments"]:

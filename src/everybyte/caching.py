@@ -87,6 +87,9 @@ class Block:
         self.mapped = True  # has memory behind it; always so unless expandable
         self.gc_base = 0
 
+    def __lt__(self, other: Block) -> bool:
+        return id(self) < id(other)  # only recordings that contradict themselves have two in one place
+
     @property
     def is_split(self) -> bool:
         return self.prev is not None or self.next is not None
@@ -129,9 +132,9 @@ class Pool:
 
     def erase(self, block: Block) -> None:
         if block.mapped:
-            del self.free[bisect_left(self.free, (block.stream, block.size, block.address))]
+            del self.free[bisect_left(self.free, (block.stream, block.size, block.address, block))]
         else:
-            del self.unmapped[bisect_left(self.unmapped, (block.stream, block.address))]
+            del self.unmapped[bisect_left(self.unmapped, (block.stream, block.address, block))]
 
 
 class DeviceAllocator:

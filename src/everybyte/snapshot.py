@@ -157,12 +157,14 @@ class Snapshot:
         traces: The events of each device, by its number.
         settings: The allocator's settings, as `Allocator` takes them; defaults where the file does not say.
         stacks: Who allocated the blocks that are live at its end, by device and address; not in every file.
+        settings_told: Whether the file says the settings.
     """
 
     segments: tuple[Segment, ...]
     traces: Mapping[int, Sequence[Event]]
     settings: Mapping[str, Any]
     stacks: Mapping[tuple[int, int], Sequence[dict]]
+    settings_told: bool = True
 
     @classmethod
     def read(cls, path: str | Path) -> Snapshot:
@@ -235,7 +237,9 @@ class Snapshot:
             contradictions=recording.contradictions,
             fragmentation=(run.fragmentation,),
             out_of_memory=tuple(run.out_of_memory),
-            left_out=_left_out(events, min([*run.differences, *wrong[:1]], default=None), recording),
+            left_out=_left_out(
+                events, min([*run.differences, *wrong[:1]], default=None), recording, self.settings_told
+            ),
             as_recorded=_as_recorded(run),
         )
 
@@ -328,19 +332,21 @@ def _text(name: Any) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _left_out(events: Sequence[Event], since: int | None, recording: Recording) -> tuple[str, ...]:
+def _left_out(events: Sequence[Event], since: int | None, recording: Recording, told: bool) -> tuple[str, ...]:
     """Kinds of events that a recording does not hold, where it is not as the rules say.
 
     `torch.cuda.memory._record_memory_history(skip_actions=...)` leaves them out, and no file says so.
 
     Args:
         since: The event at which the rules and the recording part, None if they do not.
+        told: Whether the allocator's settings are in the file.
     """
     if since is None and not recording.contradictions:
         return ()
     there = {event.action for event in events}
     streams = {event.stream for event in events if event.action == "alloc"}
     lacks = {
+        "the allocator's settings": not told,
         "memory taken from the driver": there.isdisjoint(TAKES),
         "memory given back to the driver": there.isdisjoint(RETURNS),
         "a free that was completed, on several streams": (

@@ -47,6 +47,7 @@ class Contents(NamedTuple):
     traces: Mapping[int, Sequence[Event]]
     settings: Mapping[str, Any]
     stacks: Mapping[tuple[int, int], Sequence[dict]]
+    settings_told: bool
 
 
 def read(path: str | Path) -> Contents:
@@ -86,7 +87,13 @@ def _contents(data: Any, nbytes: int) -> Contents:
     streams = {entry["stream"] for entries in (segments, *traces) for entry in entries if "stream" in entry}
     # A stream is named by its address; they keep their order, in which a pool lists them. 0 is the default stream.
     numbers = {stream: i for i, stream in enumerate(sorted({0, *streams}))}
-    parsed = tuple(sorted((_segment(segment, numbers) for segment in segments), key=lambda s: (s.device, s.address)))
+    # Before PyTorch 2.2 a segment does not say whether it expands.
+    expandable = bool(data.get("allocator_settings", {}).get("expandable_segments")) or any(
+        entry["action"] == "segment_map" for trace in traces for entry in trace
+    )
+    parsed = tuple(
+        sorted((_segment(segment, numbers, expandable) for segment in segments), key=lambda s: (s.device, s.address))
+    )
     for left, right in pairwise(parsed):
         if left.device == right.device and left.address + left.size > right.address:
             raise ValueError(f"two segments overlap at address {right.address:#x}")
@@ -101,7 +108,13 @@ def _contents(data: Any, nbytes: int) -> Contents:
             if block["state"] != INACTIVE:
                 stacks[segment.get("device", 0), at] = stack_of(_latest(block))
             at += block["size"]
-    return Contents(parsed, events, _settings(data.get("allocator_settings", {}), parsed, events), stacks)
+    return Contents(
+        parsed,
+        events,
+        _settings(data.get("allocator_settings", {}), parsed, events),
+        stacks,
+        "allocator_settings" in data,
+    )
 
 
 def _count(value: Any, limit: int = 2**63) -> int:
@@ -110,7 +123,7 @@ def _count(value: Any, limit: int = 2**63) -> int:
     return value
 
 
-def _segment(data: Mapping[str, Any], streams: Mapping[int, int]) -> Segment:
+def _segment(data: Mapping[str, Any], streams: Mapping[int, int], expandable: bool) -> Segment:
     address, size = _count(data["address"]), _count(data["total_size"], LARGEST)
     at, blocks = address, []
     for block in data["blocks"]:  # their own addresses are not in every version's files
@@ -122,7 +135,7 @@ def _segment(data: Mapping[str, Any], streams: Mapping[int, int]) -> Segment:
         raise ValueError(f"the blocks of the segment at {address:#x} do not fill it")
     pool_id = tuple(map(_count, data.get("segment_pool_id", DEFAULT_POOL)))
     small = {"small": True, "large": False}[data["segment_type"]]
-    expandable, device = bool(data.get("is_expandable", False)), _count(data.get("device", 0))
+    expandable, device = bool(data.get("is_expandable", expandable)), _count(data.get("device", 0))
     return Segment(address, size, streams[data["stream"]], small, tuple(blocks), pool_id, expandable, device)
 
 
@@ -138,7 +151,7 @@ class _StackChecker:
         self.seen: set[int] = set()
 
     def __call__(self, data: Mapping[str, Any]) -> Sequence[dict]:
-        frames = data.get("frames", ())
+        frames = data.get("frames") or ()
         if id(frames) not in self.seen:
             if not all(type(frame) is dict for frame in frames):
                 raise ValueError("a stack is not a list of frames")
