@@ -163,6 +163,50 @@ def test_a_remembered_tensor_is_made_by_each_run_and_reaches_no_other():
     assert positions(8).tolist() == list(range(8))
 
 
+# -- order -----------------------------------------------------------------------------------------------------------
+
+
+def in_order(run):
+    frame = run.timeline.without("scratch").frame()
+    return list(zip(frame["action"].astype(str), frame["nbytes"], strict=True))
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.Conv2d(3, 8, 3), nn.Conv1d(4, 8, 3, groups=2), nn.Conv3d(2, 4, 2), nn.ConvTranspose2d(3, 8, 2)]
+)
+def test_a_convolution_makes_the_gradient_of_its_weight_last(layer):
+    sizes = (2, layer.in_channels, *[6] * len(layer.kernel_size))
+
+    def body(run):
+        weights = [run.to_device(p.detach().numpy()).requires_grad_() for p in layer.parameters()]
+        x = run.to_device(rows(*sizes)).requires_grad_()
+        for _ in run.steps(1):
+            out = torch.func.functional_call(layer, dict(zip(("weight", "bias"), weights, strict=True)), x)
+            grads = torch.autograd.grad(out.sum(), [x, *weights])
+            del out, grads
+
+    with eb.trace(rules="cpu") as traced:
+        body(traced)
+    with eb.measure(device="cpu") as measured:
+        body(measured)
+    allocations = [[event for event in in_order(run) if event[0] == "alloc"] for run in (traced, measured)]
+    assert allocations[0] == allocations[1]
+
+
+@pytest.mark.parametrize("divide", [lambda x: 1.0 / x, lambda x: torch.nan_to_num(1.0 / (x + 1.0)) * 2.0])
+def test_a_number_s_tensor_ends_with_the_op_that_no_graph_records(divide):
+    def body(run):
+        x = run.to_device(rows(4, 4))
+        for _ in run.steps(1):
+            divide(x)
+
+    with eb.trace(rules="cpu") as traced:
+        body(traced)
+    with eb.measure(device="cpu") as measured:
+        body(measured)
+    assert in_order(traced) == in_order(measured)
+
+
 # -- layouts -----------------------------------------------------------------------------------------------------------
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from agreement import assert_agree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -92,6 +94,18 @@ def test_a_quantized_model_is_refused_by_a_run_in_one_line():
     model = int8(Net(6, 4))
     with pytest.raises(TypeError, match="make it inside the block"), eb.trace() as run:
         run.to_device(model)
+
+
+@pytest.mark.parametrize("activations", [False, True])
+def test_a_model_made_and_quantized_inside_a_run_takes_what_it_really_takes(activations):
+    def body(run):
+        model = int8(Net(6, 4), activations)
+        x = run.to_device(np.ones((3, 6), "float32"))
+        with torch.no_grad():
+            for _ in run.steps(2):
+                model(x)
+
+    assert assert_agree(body).not_covered == set()
 
 
 def test_a_quantized_weight_does_not_learn():

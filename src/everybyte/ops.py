@@ -42,10 +42,17 @@ class Op:
     is_view: bool  # of its first argument, and takes no other tensor
     scratch: Callable[..., Iterable[int]] | None  # of the rules
     scratch_first: bool
+    made_last: int | None  # which of its results
     is_named: bool  # takes what no rule derives, or is not covered
     multiplies: bool  # and asks for a workspace
     takes_more: bool  # scratch, or one of these
     draws: bool  # at random
+
+    def as_made(self, out: Any) -> tuple[Any, ...]:
+        """Its results in the order in which the kernel makes them."""
+        results = tuple(out) if isinstance(out, (tuple, list)) else (out,)
+        i = self.made_last
+        return results if i is None else (*results[:i], *results[i + 1 :], results[i])
 
     @classmethod
     def of(cls, func: Any, rules: Rules) -> Self:
@@ -75,6 +82,7 @@ class Op:
             is_view=aliases and takes_tensors == [0] and not (schema.is_mutable or special or takes_more),
             scratch=scratch,
             scratch_first=takes_more and func in rules.scratch_first,
+            made_last=rules.made_last.get(func),
             is_named=is_named,
             multiplies=func in workspace.PRODUCTS,
             takes_more=takes_more,

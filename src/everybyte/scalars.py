@@ -33,6 +33,11 @@ class Scalars:
         event = self._storages.recorder.alloc(nbytes, op=op, shape="[]", **what)
         self._pending.append((torch._C._autograd._get_sequence_nr() - 1, op, event, nbytes))
 
+    def release(self, op: str) -> None:
+        """After an op that no graph records: nothing keeps its numbers, whatever else its call does."""
+        while self._pending and self._pending[-1][1] == op:
+            self._storages.recorder.free(self._pending.pop()[2])
+
     def settle(self, out: Any) -> None:
         """After the call: numbers that its graph has kept live on with it, the others are released."""
         if not self._pending:

@@ -491,7 +491,7 @@ class Trace(Run):
                 if returns.nbytes:
                     self._made.append(self._storages.record_made(out, returns, op.name, **self._whose(node)))
             else:
-                results = tensors_in(out if isinstance(out, (tuple, list)) else (out,), {})
+                results = tensors_in(op.as_made(out), {})
                 if not op.scratch_first:
                     self._record_results(results, op, node)
             if op.takes_more:
@@ -513,6 +513,8 @@ class Trace(Run):
                 self.unknown_reads.append(UnknownRead(user_line(), op.name))
         elif real is not UNKNOWN:
             self._remember(out, real)
+        if from_python and op.number_slots and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+            self._scalars.release(op.name)
         return out
 
     def _look(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], int, Any]:

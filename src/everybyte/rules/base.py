@@ -28,6 +28,7 @@ class Rules:
         scratch: Op -> a function of the same arguments: the sizes in bytes of what its kernel allocates for itself, in
             order; all of it is given back before the kernel returns, and -n says that n bytes are given back earlier.
         scratch_first: Ops whose kernel allocates it before its results; the others' do after them.
+        made_last: Op of several results -> which of them its kernel makes after the others.
         remarks: Function of torch's Python face -> a function of the same arguments: what the user should know of the
             call, or None.
         left_out: Op or function -> memory that it takes beside what is traced and that no rule derives: its name, or a
@@ -44,6 +45,7 @@ class Rules:
     functions: Mapping[Any, Function]
     scratch: Mapping[Any, Callable[..., Iterable[int]]] = field(default_factory=dict)
     scratch_first: frozenset[Any] = frozenset()
+    made_last: Mapping[Any, int] = field(default_factory=dict)
     remarks: Mapping[Any, Callable[..., str | None]] = field(default_factory=dict)
     left_out: Mapping[Any, str | Callable[..., str | None]] = field(default_factory=dict)
     composed: frozenset[Any] = frozenset()

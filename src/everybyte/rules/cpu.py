@@ -520,4 +520,9 @@ def fused_step(*args: Any, **kwargs: Any) -> None:
     """All in place, in one kernel (`ATen/native/FusedSGD.cpp`, `FusedAdagrad.cpp`, and their kernels for CUDA)."""
 
 
-RULES: Final = Rules("cpu", torch.device("cpu"), KERNELS, FUNCTIONS, remarks=REMARKS, autocast=autocast.CPU)
+MADE_LAST: Final = {aten.convolution_backward.default: 1}
+"""The weight's gradient, after the bias's (`ATen/native/mkldnn/Conv.cpp`, `ConvolutionMM2d.cpp`)."""
+
+RULES: Final = Rules(
+    "cpu", torch.device("cpu"), KERNELS, FUNCTIONS, made_last=MADE_LAST, remarks=REMARKS, autocast=autocast.CPU
+)
