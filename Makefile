@@ -68,7 +68,7 @@ test: $(TESTABLE)  ## what CI runs: lint, tests, every notebook, a clean build
 	@echo "3/3  pytest: every notebook from start to end, timed"
 	@$(PYTEST) -m alone $(PYTEST_ARGS) tests/book
 
-refresh: $(INSTALLED)  ## re-execute the notebooks and store their outputs and the pages of claims and formulas: the only target that writes under notebooks/
+refresh: $(INSTALLED)  ## re-execute the notebooks and store their outputs and the pages of claims and formulas: the only target that writes notebooks
 	@$(PRESS) refresh
 	@$(BIN)/python book/claims_page.py
 	@$(BIN)/python book/formulas_page.py

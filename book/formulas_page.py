@@ -23,7 +23,7 @@ HEAD = """\
 # All formulas on one page
 
 Everything is in **bytes**. Each formula is [computed]{{.evidence .evidence-computed}} by the library, and chapters hold
-them against traces and measurements. Printed, the page is one sheet of A4.
+those of the decoder, of Adam and of the TFT against traces and measurements. Printed, the page is one sheet of A4.
 
 {symbols}
 
