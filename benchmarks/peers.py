@@ -1,8 +1,8 @@
 """What other tools say of the 1.3B decoder's training step, and what this library does: the table of *Other tools*.
 
-    python -m venv /tmp/peers && /tmp/peers/bin/pip install torch==2.13.0 . -r benchmarks/peers.txt
-    /tmp/peers/bin/pip install --no-deps llm-analysis==0.2.2
-    /tmp/peers/bin/python benchmarks/peers.py        a few minutes; writes book/peers.csv
+    python -m venv _build/peers && _build/peers/bin/pip install torch==2.13.0 . -r benchmarks/peers.txt
+    _build/peers/bin/pip install --no-deps llm-analysis==0.2.2
+    _build/peers/bin/python benchmarks/peers.py        a few minutes; writes book/peers.csv
 
 A tool that is not installed is left out, and said so. All are given the same step: four sequences of 2,048 tokens,
 every tensor in bf16, AdamW. Where a tool has a recipe of its own for gradients and optimizer state, it answers by that.
