@@ -7,14 +7,15 @@ import torch
 from everybyte import report, saved
 
 
-def test_the_difference_is_between_the_last_two_kinds_of_evidence_that_a_quantity_has():
+def test_the_difference_is_between_the_last_two_kinds_that_were_found_and_never_from_a_claim():
     table = report.ledger({
         "peak": {"computed": 1000, "traced": 1024, "measured": 1025},
+        "both": {"claimed": 9, "computed": 6, "measured": 4},
         "head": {"claimed": 7, "traced": 5},
         "alone": {"traced": 3},
     })  # fmt: skip
     assert list(table.columns) == ["claimed", "computed", "traced", "measured", "difference"]
-    assert table["difference"].tolist() == [1, -2, pd.NA]
+    assert table["difference"].tolist() == [1, -2, pd.NA, pd.NA]
     assert table.loc["head", ["computed", "measured"]].isna().all()
 
 

@@ -46,7 +46,8 @@ def ledger(rows: Mapping[str, Mapping[str, int]]) -> pd.DataFrame:
 
     Returns:
         A frame with a row for each quantity, a column for each kind of evidence that occurs, in the order of
-        `EVIDENCE`, and `difference`: the last kind minus the one before it, 0 where they agree to the byte.
+        `EVIDENCE`, and `difference`: of what was found, the last kind minus the one before it, 0 where they agree to
+        the byte. What is claimed does not enter.
 
     Raises:
         ValueError: If a kind of evidence is none of `EVIDENCE`.
@@ -59,7 +60,7 @@ def ledger(rows: Mapping[str, Mapping[str, int]]) -> pd.DataFrame:
         index=pd.Index(list(rows), name="quantity"),
         dtype="Int64",
     ).dropna(axis=1, how="all")
-    last = table.apply(lambda row: row.dropna().tolist(), axis=1)
+    last = table.drop(columns="claimed", errors="ignore").apply(lambda row: row.dropna().tolist(), axis=1)
     table["difference"] = pd.array([v[-1] - v[-2] if len(v) > 1 else None for v in last], dtype="Int64")
     return table
 
