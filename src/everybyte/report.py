@@ -47,7 +47,7 @@ def ledger(rows: Mapping[str, Mapping[str, int]]) -> pd.DataFrame:
     Returns:
         A frame with a row for each quantity, a column for each kind of evidence that occurs, in the order of
         `EVIDENCE`, and `difference`: of what was found, the last kind minus the one before it, 0 where they agree to
-        the byte. What is claimed does not enter.
+        the byte. What is claimed does not enter, and where nothing was found in two ways the column is left out.
 
     Raises:
         ValueError: If a kind of evidence is none of `EVIDENCE`.
@@ -58,11 +58,12 @@ def ledger(rows: Mapping[str, Mapping[str, int]]) -> pd.DataFrame:
     table = pd.DataFrame(
         [{kind: evidence.get(kind) for kind in EVIDENCE} for evidence in rows.values()],
         index=pd.Index(list(rows), name="quantity"),
+        columns=EVIDENCE,
         dtype="Int64",
-    ).dropna(axis=1, how="all")
-    last = table.drop(columns="claimed", errors="ignore").apply(lambda row: row.dropna().tolist(), axis=1)
-    table["difference"] = pd.array([v[-1] - v[-2] if len(v) > 1 else None for v in last], dtype="Int64")
-    return table
+    )
+    found = (row.dropna().tolist() for _, row in table.drop(columns="claimed").iterrows())
+    table["difference"] = pd.array([v[-1] - v[-2] if len(v) > 1 else None for v in found], dtype="Int64")
+    return table.dropna(axis=1, how="all")
 
 
 def side_by_side(total: str = "total", **evidence: Mapping[str, int]) -> pd.DataFrame:
