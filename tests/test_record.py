@@ -114,10 +114,13 @@ def test_what_is_recorded_is_the_measured_run_and_what_is_predicted_is_its_trace
 
 
 def test_a_page_says_what_is_recorded_or_that_nothing_is(folder):
-    assert recordings.recorded("gpt-eager", folder.parent).startswith("On NVIDIA RTX A4000, 20")
-    assert "No GPU has run this yet" in recordings.recorded("gpt-fused", folder.parent)
     (row,) = [row for row in recordings.read(folder).rows() if row["case"] == "gpt-eager"]
     beside = {"traced": row["predicted_requested"], "recorded": row["recorded_requested"]}
+    said, off = recordings.recorded("gpt-eager", folder.parent), beside["traced"] - beside["recorded"]
+    assert said.startswith("On NVIDIA RTX A4000, 20")
+    assert f"{beside['recorded']:,} B" in said
+    assert (f"the trace has {abs(off):,} B {'more' if off > 0 else 'fewer'}" if off else "as traced") in said
+    assert recordings.recorded("gpt-fused", folder.parent) == "No GPU has run it yet."
     assert recordings.peaks("gpt-eager", folder.parent) == {"NVIDIA RTX A4000": beside}
     assert recordings.peaks("gpt-fused", folder.parent) == {}
     with pytest.raises(ValueError, match="no case 'gpt'; there are gpt-eager"):

@@ -1,4 +1,4 @@
-"""The book's measured cells at full size: each a named run, the same under `trace` and `measure`.
+"""The book's training steps and prompts at full size: each a named run, the same under `trace` and `measure`.
 
     case = cases.cases()["gpt-eager"]
     with everybyte.trace(rules="cuda", gpu="h100-80gb") as run:
@@ -107,7 +107,7 @@ def _head(sizes: Sizes) -> Iterator[Case]:
     data = _tokens(sizes.batch, [sizes.sequence] * sizes.steps)
     for loss in ("full", "chunked"):
         config = replace(sizes.gpt, layers=1, vocabulary=sizes.vocabulary, attention="fused", dropout=0.0, loss=loss)
-        what = f"one layer under a head of {sizes.vocabulary:,} tokens, loss {loss!r}"
+        what = f"one layer under a vocabulary of {sizes.vocabulary:,} words, loss {loss!r}"
         yield Case(f"head-{loss}", what, partial(_train, config, data))
 
 
@@ -133,8 +133,8 @@ def _inference(sizes: Sizes) -> Iterator[Case]:
         ("prefill-fused", "fused", None),
     ):
         config = replace(sizes.gpt, attention=attention, dropout=0.0)
-        taken = "at once" if chunk is None else f"in chunks of {chunk}"
-        what = f"{attention} attention, KV cache, a prompt of {prompt:,} tokens taken in {taken}, {NEW_TOKENS} more"
+        read = "read at once" if chunk is None else f"read in chunks of {chunk}"
+        what = f"{attention} attention, KV cache, a prompt of {prompt:,} tokens {read}, then {NEW_TOKENS} generated"
         yield Case(name, what, partial(_answer, config, sizes.batch, prompt, chunk))
 
 

@@ -145,18 +145,20 @@ def stored(folder: str | Path | None = None) -> list[Recording]:
 
 
 def recorded(case: str, folder: str | Path | None = None) -> str:
-    """What recordings say of a case, in a sentence for a page; that there is none, where there is none.
+    """What recordings say of a case, in a sentence for a page each; that no GPU has run it, where there is none.
 
     Raises:
         ValueError: If there is no such case.
     """
-    said = [
-        f"On {recording.gpu}, {recording.provenance['date'][:10]}: {format_bytes(row['recorded_requested'])} asked for "
-        f"at the peak, {row['predicted_requested'] - row['recorded_requested']:+,} B from it to the trace; "
-        f"{format_bytes(row['recorded_allocated'])} allocated."
-        for recording, row in _of(case, folder)
-    ]
-    return " ".join(said) or "No GPU has run this yet: there is no recording of it."
+    said = []
+    for recording, row in _of(case, folder):
+        off = row["predicted_requested"] - row["recorded_requested"]
+        traced = f"the trace has {abs(off):,} B {'more' if off > 0 else 'fewer'}" if off else "as traced"
+        said.append(
+            f"On {recording.gpu}, {recording.provenance['date'][:10]}: {format_bytes(row['recorded_requested'])} "
+            f"requested at the peak, {traced}; {format_bytes(row['recorded_allocated'])} allocated."
+        )
+    return " ".join(said) or "No GPU has run it yet."
 
 
 def peaks(case: str, folder: str | Path | None = None) -> dict[str, dict[str, int]]:
