@@ -10,32 +10,22 @@ from functools import partial
 from html import escape as escape_html
 from pathlib import Path
 
-from everybyte.audit import VERDICTS, Finding, Ledger, packaged
+from everybyte.audit import MEANING, Finding, Ledger, packaged
 
 escape = partial(escape_html, quote=False)  # nothing that is escaped stands in an attribute
 
 PAGE = Path(__file__).with_name("claims.md")
-
-MEANING = dict(zip(VERDICTS, (
-    "the recomputed value, rounded to the stated digits, is the stated number; or the sentence is true",
-    "off in the last stated digit alone",
-    "right if its unit is partly of 1000 and partly of 1024, or if figures of both kinds were added",
-    "the document's own inputs give another number",
-    "what else the document says gives another number",
-    "what hardware and programs do gives another number",
-    "what it would take to tell is not in the document, or its words have readings that differ",
-), strict=True))  # fmt: skip
 
 HEAD = """\
 <!-- Written by book/claims_page.py from the ledgers in src/everybyte/claims: change those, then `make refresh`. -->
 
 # Every claim, audited
 
-Two analyses, {claims} claims, each recomputed. A row has the number as it stands,
-[claimed]{{.evidence .evidence-claimed}} what recomputes it, and what that gives,
-[computed]{{.evidence .evidence-computed}} or by a [traced]{{.evidence .evidence-traced}} run. Which verdict follows is
-a rule, not an opinion: only where the value differs, and the document's own inputs do give what it states, does a
-person say why.
+{{ref}}`Two analyses <the-two-analyses>`, {claims} claims, each recomputed. A row names the section that makes the
+claim, and has the number as it stands there, [claimed]{{.evidence .evidence-claimed}}; then what it comes to,
+[computed]{{.evidence .evidence-computed}} or by a [traced]{{.evidence .evidence-traced}} run, above the expression that
+says so; then the verdict, its reason, and the place in the book that shows it. Which verdict follows is a rule, not an
+opinion: only where the value differs, and the document's own inputs do give what it states, does a person say why.
 
 {verdicts}
 
@@ -85,10 +75,10 @@ def audited() -> list[tuple[Ledger, list[Finding]]]:
 
 def page(documents: Sequence[tuple[Ledger, list[Finding]]]) -> str:
     """The whole page."""
-    counts = ([sum(f.verdict == verdict for f in findings) for _, findings in documents] for verdict in VERDICTS)
+    counts = ([sum(f.verdict == verdict for f in findings) for _, findings in documents] for verdict in MEANING)
     verdicts = [
-        f"- [{verdict}]{{.verdict .verdict-{verdict.replace(' ', '-')}}} {MEANING[verdict]} ({one}, {other})"
-        for verdict, (one, other) in zip(VERDICTS, counts, strict=True)
+        f"- [{verdict}]{{.verdict .verdict-{verdict.replace(' ', '-')}}} {meaning} ({one}, {other})"
+        for (verdict, meaning), (one, other) in zip(MEANING.items(), counts, strict=True)
     ]
     claims = sum(len(findings) for _, findings in documents)
     tables = [line for ledger, findings in documents for line in _table(ledger, findings)]

@@ -10,6 +10,7 @@ import torch
 
 import everybyte
 from everybyte import gpus, workspace
+from everybyte.audit import MEANING
 from everybyte.units import GiB
 
 LIBRARY = Path(everybyte.__file__).parent
@@ -39,6 +40,12 @@ def gpu_table() -> str:
 def gpu_sources() -> str:
     """Who reported each GPU's figures."""
     return "\n\n".join(f"`{gpu.key}`\n: {gpu.source}" for gpu in gpus.TABLE)
+
+
+def verdicts() -> str:
+    """The seven verdicts on a claim, and what each means."""
+    rows = [f"| [{name}]{{.verdict .verdict-{name.replace(' ', '-')}}} | {text} |" for name, text in MEANING.items()]
+    return "\n".join(["| verdict | means |", "|---|---|", *rows])
 
 
 def pytorch_sources() -> str:

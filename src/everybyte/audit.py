@@ -53,9 +53,16 @@ from typing import Any, Final
 
 from . import units
 
-VERDICTS: Final = (
-    "holds", "rounding", "unit mix", "arithmetic slip", "contradicts itself", "physically wrong", "cannot be known",
-)  # fmt: skip
+MEANING: Final = {
+    "holds": "the recomputed value, rounded to the stated digits, is the stated number; or the sentence is true",
+    "rounding": "off in the last stated digit alone",
+    "unit mix": "right if its unit is partly of 1000 and partly of 1024, or if figures of both kinds were added",
+    "arithmetic slip": "the document's own inputs give another number",
+    "contradicts itself": "what else the document says gives another number",
+    "physically wrong": "what hardware and programs do gives another number",
+    "cannot be known": "what it would take to tell is not in the document, or its words have readings that differ",
+}
+VERDICTS: Final = tuple(MEANING)
 JUDGED: Final = VERDICTS[4:6]
 """What only a person can say of a difference."""
 
