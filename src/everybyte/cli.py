@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from .commands import BAD_INPUT, Stop, audit, record, snapshot, sweep, trace
-from .commands.text import LONGEST_LINE, printable
+from .commands.text import LONGEST_LINE
+from .names import printable
 
 
 def main(argv: Sequence[str] | None = None) -> int:

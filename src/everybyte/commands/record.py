@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from .. import record, recordings
+from ..names import printable
 from . import BAD_INPUT, NO, SCHEMA, Answer, Stop
-from .text import LONGEST_LINE, printable
+from .text import LONGEST_LINE
 
 
 def add(commands: Any) -> argparse.ArgumentParser:

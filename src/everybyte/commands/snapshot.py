@@ -15,11 +15,12 @@ from typing import Any, Final
 
 from .. import workspace
 from ..allocator import Allocator, Replay
+from ..names import printable
 from ..snapshot import Comparison, Names, Snapshot
 from ..timeline import Timeline
 from ..units import format_bytes
 from . import BAD_INPUT, SCHEMA, Answer, Stop
-from .text import peaks, printable, table
+from .text import peaks, table
 
 
 def add(commands: Any) -> argparse.ArgumentParser:

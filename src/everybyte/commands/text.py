@@ -1,31 +1,15 @@
-"""Lines for a terminal: sizes in columns, names from anywhere made safe, long tables cut."""
+"""Lines for a terminal: sizes in columns, long tables cut."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
+from ..names import printable
 from ..units import format_bytes
 
 LONGEST_TABLE: Final = 12  # rows
 LONGEST_LINE: Final = 1_000  # characters of an error
-
-
-def printable(text: str, most: int = 120) -> str:
-    """A text without line breaks, control characters and excess, safe for a terminal."""
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: most + 1])
-    return text if len(text) <= most else text[: most - 1] + "…"
-
-
-def alike(rows: Iterable[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
-    """The rows of `blocks.0.mlp`, `blocks.1.mlp`, ... as one of `blocks.*.mlp`."""
-    sums: dict[str, tuple[int, int]] = {}
-    for nbytes, count, name in rows:
-        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-        before = sums.get(pattern, (0, 0))
-        sums[pattern] = before[0] + nbytes, before[1] + count
-    return sorted(((*both, name) for name, both in sums.items()), reverse=True)
 
 
 def peaks(figures: Mapping[str, int]) -> Iterator[str]:

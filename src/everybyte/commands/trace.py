@@ -29,12 +29,13 @@ from torch import nn
 from .. import attribution, figures, gpus, workspace
 from ..allocator import Allocator, OutOfMemory, Replay
 from ..caching import MIN_BLOCK
+from ..names import alike, printable
 from ..timeline import Timeline
 from ..trace import Trace, trace
 from ..units import format_bytes
 from ..values import DataDependentShape
 from . import BAD_INPUT, CANNOT_SAY, NO, SCHEMA, Answer, Stop, on_stderr
-from .text import LONGEST_LINE, LONGEST_TABLE, alike, peaks, printable, table
+from .text import LONGEST_LINE, LONGEST_TABLE, peaks, table
 
 STEPS: Final = 3  # traced unless said otherwise
 
