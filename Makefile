@@ -27,7 +27,7 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "  PYTHON=python3.12 chooses the interpreter that .venv is made from; PORT=8080 where 'serve' listens,"
-	@echo "  JOBS=4 how many tests run at a time, ANSWERS=no leaves the answers to the exercises out of the pages."
+	@echo "  JOBS=4 how many notebooks or tests run at a time, ANSWERS=no leaves the answers to the exercises out of the pages."
 
 setup: $(INSTALLED)  ## make .venv and install the pinned requirements and the project
 	@mkdir -p _build
@@ -51,7 +51,7 @@ $(TESTABLE): requirements-test.txt $(INSTALLED)
 	@touch $@
 
 book: $(INSTALLED)  ## execute every notebook into _build/run, then render _build/html from there
-	@$(PRESS) execute
+	@$(PRESS) execute --jobs $(JOBS)
 	@$(PRESS) render --executed $(RENDER_ARGS)
 
 html: $(INSTALLED)  ## render _build/html from the stored outputs, executing nothing

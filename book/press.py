@@ -1,6 +1,6 @@
 """The press: executes the notebooks, renders the pages, and stores fresh outputs.
 
-    python book/press.py execute              every notebook, by papermill, into _build/run
+    python book/press.py execute [--jobs 2]   every notebook, by papermill, into _build/run
     python book/press.py render [--executed] [--without-answers]
                                               _build/html from the stored outputs, or from _build/run
     python book/press.py refresh              execute from the .md sources and store the outputs
@@ -15,6 +15,7 @@ import argparse
 import ast
 import hashlib
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -23,7 +24,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import jupytext
@@ -96,8 +99,11 @@ class Book:
         """The chapters with their stored outputs, in the order of their numbers."""
         return sorted(self.notebooks.glob(f"{CHAPTER}.ipynb"))
 
-    def execute(self) -> list[Run]:
+    def execute(self, jobs: int = 1) -> list[Run]:
         """Run every notebook with its default parameters into `run`.
+
+        Args:
+            jobs: how many run at a time; the machine's cores are shared out among them.
 
         Returns:
             One `Run` a notebook; the same goes to `run/durations.json`.
@@ -107,13 +113,17 @@ class Book:
         """
         shutil.rmtree(self.run, ignore_errors=True)
         (self.run / "notebooks").mkdir(parents=True)
-        runs = []
-        for progress, notebook in numbered(self.executed()):
-            print(f"{progress} executing {notebook.name} ...", flush=True)
-            runs.append(execute(notebook, self.run / "notebooks" / notebook.name, cwd=self.notebooks))
-            print(f"{progress} {notebook.name}: {runs[-1].seconds:.1f} s", flush=True)
+        begun, runs = time.perf_counter(), []
+        threads = {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // jobs, 1))} if jobs > 1 else {}
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(jobs, mp_context=spawn, initializer=os.environ.update, initargs=(threads,)) as pool:
+            targets = [self.run / "notebooks" / notebook.name for notebook in self.executed()]
+            done = pool.map(partial(execute, cwd=self.notebooks), self.executed(), targets)
+            for (progress, notebook), run in zip(numbered(targets), done, strict=True):
+                print(f"{progress} {notebook.name}: {run.seconds:.1f} s", flush=True)
+                runs.append(run)
         (self.run / "durations.json").write_text(json.dumps([asdict(run) for run in runs], indent=2) + "\n")
-        seconds = sum(run.seconds for run in runs)
+        seconds = time.perf_counter() - begun
         print(f"Executed {len(runs)} notebooks in {seconds:.1f} s, into {self.shown(self.run)}", flush=True)
         return runs
 
@@ -389,7 +399,8 @@ def comparable(notebook: NotebookNode) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("execute", help="run every notebook into _build/run")
+    executing = commands.add_parser("execute", help="run every notebook into _build/run")
+    executing.add_argument("--jobs", type=int, default=1, help="so many at a time")
     rendering = commands.add_parser("render", help="render _build/html")
     rendering.add_argument("--executed", action="store_true", help="from _build/run, not from the stored outputs")
     rendering.add_argument("--without-answers", action="store_true", help="to the exercises, as for a class")
@@ -397,7 +408,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     try:
         if asked.command == "execute":
-            BOOK.execute()
+            BOOK.execute(asked.jobs)
         elif asked.command == "render":
             BOOK.render(executed=asked.executed, answers=not asked.without_answers)
         else:

@@ -47,7 +47,7 @@ def digests(folder: Path) -> dict[str, str]:
 def execution() -> Execution:
     """All notebooks executed by papermill with their default parameters, as `make book` does."""
     before = digests(BOOK.notebooks)
-    runs = BOOK.execute()
+    runs = BOOK.execute(jobs=2)
     return Execution(runs, before, digests(BOOK.notebooks))
 
 
