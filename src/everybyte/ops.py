@@ -61,7 +61,7 @@ class Op:
         resizes = "resize" in name or name.startswith("set_")
         scratch = rules.scratch.get(func)
         is_named = func in rules.left_out or func in rules.not_covered
-        takes_more = scratch is not None or is_named or func in workspace.PRODUCTS
+        takes_more = scratch is not None or is_named or str(func) in workspace.PRODUCTS
         plan, special = Plan(func, rules), func in SPECIAL
         aliases = bool(schema.returns) and all(returned.alias_info is not None for returned in schema.returns)
         takes_tensors = [i for i, arg in arguments if "Tensor" in str(arg.type)]
@@ -84,7 +84,7 @@ class Op:
             scratch_first=takes_more and func in rules.scratch_first,
             made_last=rules.made_last.get(func),
             is_named=is_named,
-            multiplies=func in workspace.PRODUCTS,
+            multiplies=str(func) in workspace.PRODUCTS,
             takes_more=takes_more,
             draws=torch.Tag.nondeterministic_seeded in tags,
         )

@@ -14,27 +14,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-import torch
-
 from .gpus import GPU, find
 from .units import KiB, MiB, format_bytes
 
-aten: Final = torch.ops.aten
-
 PRODUCTS: Final = frozenset(
-    {
-        *(aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten._addmm_activation.default),
-        *(aten.mv.default, aten.addmv.default, aten.dot.default, aten.vdot.default),
-    }
+    f"aten.{name}.default"
+    for name in ("mm", "bmm", "addmm", "baddbmm", "_addmm_activation", "mv", "addmv", "dot", "vdot")
 )
-"""Ops that ask for a handle of cuBLAS (`ATen/native/cuda/Blas.cpp`)."""
+"""Ops, by name, that ask for a handle of cuBLAS (`ATen/native/cuda/Blas.cpp`)."""
 
 DEFAULT: Final = 2 * 4096 * KiB + 8 * 16 * KiB  # :4096:2:16:8
 _LARGE: Final = 32 * MiB
 _NAMES: Final = {DEFAULT: ":4096:2:16:8, the default before Hopper", _LARGE: "the default on Hopper and Blackwell"}
 
 
-def cublas_bytes(gpu: GPU | str, version: str = torch.__version__, config: str | None = None) -> int:
+def cublas_bytes(gpu: GPU | str, version: str | None = None, config: str | None = None) -> int:
     """Bytes of a workspace of cuBLAS (`CublasHandlePool.cpp`, `parseChosenWorkspaceSize`).
 
     8,519,680 B; 32 MiB on Hopper, and from PyTorch 2.12 on Blackwell (pull request 175344).
@@ -44,7 +38,7 @@ def cublas_bytes(gpu: GPU | str, version: str = torch.__version__, config: str |
 
     Args:
         gpu: The GPU, or its name.
-        version: Of PyTorch.
+        version: Of PyTorch; of the one that is installed unless given.
         config: As `CUBLAS_WORKSPACE_CONFIG`, which is read where it is None: sizes in KiB, each with how many of it.
     """
     config = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "") if config is None else config
@@ -55,7 +49,7 @@ def cublas_bytes(gpu: GPU | str, version: str = torch.__version__, config: str |
     return _LARGE if find(gpu).capability[0] in large else DEFAULT
 
 
-def cublaslt_bytes(version: str = torch.__version__) -> int:
+def cublaslt_bytes(version: str | None = None) -> int:
     """Bytes that cuBLASLt, which multiplies where a bias is added, takes beside the workspace of cuBLAS.
 
     1 MiB, on every GPU, and none from PyTorch 2.12 on, where it uses cuBLAS's (pull requests 73439, 168175, 175879).
@@ -71,7 +65,9 @@ def libraries() -> tuple[str, ...]:
     return ("cuBLAS", "cuBLASLt") if cublaslt_bytes() else ("cuBLAS",)
 
 
-def _release(version: str) -> tuple[int, ...]:
+def _release(version: str | None) -> tuple[int, ...]:
+    if version is None:
+        from torch import __version__ as version  # nothing else here needs torch
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
@@ -103,7 +99,8 @@ class Workspace:
 
 def asked(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], gpu: GPU) -> dict[str, int]:
     """The workspaces that a call asks for, by library, in order: bytes. Empty matrices are not multiplied."""
-    if op not in PRODUCTS or not all(t.numel() for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)):
+    tensors = (x for x in (*args, *kwargs.values()) if hasattr(x, "numel"))
+    if str(op) not in PRODUCTS or not all(tensor.numel() for tensor in tensors):
         return {}
     by_library = {"cuBLAS": cublas_bytes(gpu), "cuBLASLt": cublaslt_bytes() if _adds_bias(op, args, kwargs) else 0}
     return {library: nbytes for library, nbytes in by_library.items() if nbytes}
@@ -111,7 +108,7 @@ def asked(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], gpu: GPU) -
 
 def _adds_bias(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether cuBLASLt multiplies (`ATen/native/cuda/Blas.cpp`, `addmm_out_cuda_impl`)."""
-    if op not in (aten.addmm.default, aten._addmm_activation.default) or kwargs.get("beta", 1) != 1:
+    if str(op) not in ("aten.addmm.default", "aten._addmm_activation.default") or kwargs.get("beta", 1) != 1:
         return False
     bias, _, matrix = args[:3]
     return bias.shape == matrix.shape[1:] and bias.is_contiguous() and min(matrix.shape) > 1
