@@ -114,7 +114,8 @@ def as_rest(app: Sphinx, what: str, name: str, obj: object, options: object, lin
             code = True
             kind = "pycon" if ">>>" in line else "text" if re.search(r"\S {3,}\S", line) else "python"
             text += [f".. code-block:: {kind}", ""]
-        text.append(line if code else re.sub(r"(?<![`:])`([^`]+)`(?!`)", role, line))
+        prose = re.sub(r"(?<![`:])`([^`]+)`(?!`)", role, line)
+        text.append(line if code else made.threads(prose, "`{text} <{address}>`__"))
     # Before the text of an attribute an empty comment, else napoleon takes what stands before a colon for its type.
     lines[:] = ["..", "", *text] if what in ("attribute", "data", "property") else text
 

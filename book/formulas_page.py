@@ -22,8 +22,9 @@ HEAD = """\
 
 # All formulas on one page
 
-Everything is in **bytes**. Each formula is [computed]{{.evidence .evidence-computed}} by the library, and chapters hold
-those of the decoder, of Adam and of the TFT against traces and measurements. Printed, the page is one sheet of A4.
+Everything is in **bytes**. Each formula is [computed]{{.evidence .evidence-computed}} by the library. Chapters hold
+those of the decoder, of Adam, of inference and of the TFT against traces and measurements; those under *Quantized and
+sharded*, and the cache of 4 bits, are held against tests alone. Printed, the page is one sheet of A4.
 
 {symbols}
 
@@ -89,6 +90,7 @@ def beyond() -> Iterator[tuple[str, Terms]]:
 
 def running() -> Iterator[tuple[str, Terms]]:
     yield "KV cache", inference.kv_cache()
+    yield "KV cache, 8 bits", inference.kv_cache(8)
     yield "KV cache, 4 bits", inference.kv_cache(4)
     yield "growing it by `torch.cat`", inference.growth()
     yield "eager scores of $c$ queries", {"": inference.scores()}

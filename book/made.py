@@ -15,6 +15,17 @@ from everybyte.units import GiB
 
 LIBRARY = Path(everybyte.__file__).parent
 SOURCE = re.compile(r"\b(?:ATen|c10|tools/autograd|torch/(?:csrc|optim|utils|cuda))/[\w/]+\.(?:cpp|cuh?|h|py|yaml)\b")
+THREAD = re.compile(r"\b(?P<of>[\w.-]+/[\w.-]+)(?:#| issue | pull request )(?P<number>\d+)\b")
+"""An issue or a pull request on GitHub, as "pytorch/pytorch#86509" or "pytorch/pytorch issue 95668"."""
+
+
+def threads(text: str, link: str) -> str:
+    """The text with a link, as "[{text}]({address})", in place of each issue and pull request that it names."""
+
+    def linked(match: re.Match[str]) -> str:
+        return link.format(text=match[0], address=f"https://github.com/{match['of']}/issues/{match['number']}")
+
+    return THREAD.sub(linked, text)
 
 
 def gpu_table() -> str:
@@ -39,7 +50,7 @@ def gpu_table() -> str:
 
 def gpu_sources() -> str:
     """Who reported each GPU's figures."""
-    return "\n\n".join(f"`{gpu.key}`\n: {gpu.source}" for gpu in gpus.TABLE)
+    return "\n\n".join(f"`{gpu.key}`\n: {threads(gpu.source, '[{text}]({address})')}" for gpu in gpus.TABLE)
 
 
 def verdicts() -> str:

@@ -1,5 +1,6 @@
 """GPUs by name, and what kernels do otherwise from one to the next: expected values are arithmetic on the sources."""
 
+import re
 from pathlib import Path
 
 import made
@@ -229,6 +230,8 @@ def test_the_page_on_hardware_has_each_gpu_with_what_is_left_of_its_memory_and_w
     least, most = (nbytes // MiB for nbytes in gpus.CONTEXT)
     assert f"from {least} to {most} MiB" in page
     rows, sources = made.gpu_table().splitlines()[2:], made.gpu_sources()
+    assert "[facebookresearch/tribev2 issue 28](https://github.com/facebookresearch/tribev2/issues/28)" in sources
+    sources = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", sources)
     for gpu, row in zip(gpus.TABLE, rows, strict=True):
         assert f"| {gpu.name} | `{gpu.key}` |" in row
         assert f" {gpu.total:,} | {gpu.usable[0] / GiB:.2f} to {gpu.usable[1] / GiB:.2f} |" in row

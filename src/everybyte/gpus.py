@@ -23,7 +23,7 @@ CONTEXT: Final = (112 * MiB, 614 * MiB)
 
 The driver keeps a context there, and the kernels that have run: since 1.13 PyTorch has them loaded as they are first
 needed (`torch/cuda/__init__.py`, `CUDA_MODULE_LOADING`). A first tensor cost 266 MB so, and 646 MB with all kernels
-(pytorch/pytorch pull request 86509, less the allocator's 20 MiB). A GPU's range is what error messages leave for it,
+(pytorch/pytorch#86509, less the allocator's 20 MiB). A GPU's range is what error messages leave for it,
 "this process has" less what is allocated and what is reserved, each rounded to 0.01 GiB.
 """
 

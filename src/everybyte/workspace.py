@@ -31,7 +31,7 @@ _NAMES: Final = {DEFAULT: ":4096:2:16:8, the default before Hopper", _LARGE: "th
 def cublas_bytes(gpu: GPU | str, version: str | None = None, config: str | None = None) -> int:
     """Bytes of a workspace of cuBLAS (`CublasHandlePool.cpp`, `parseChosenWorkspaceSize`).
 
-    8,519,680 B; 32 MiB on Hopper, and from PyTorch 2.12 on Blackwell (pull request 175344).
+    8,519,680 B; 32 MiB on Hopper, and from PyTorch 2.12 on Blackwell (pytorch/pytorch#175344).
 
         >>> eb.workspace.cublas_bytes("a100-80gb", config=""), eb.workspace.cublas_bytes("a100-80gb", config=":16:8")
         (8519680, 131072)
@@ -52,8 +52,9 @@ def cublas_bytes(gpu: GPU | str, version: str | None = None, config: str | None 
 def cublaslt_bytes(version: str | None = None) -> int:
     """Bytes that cuBLASLt, which multiplies where a bias is added, takes beside the workspace of cuBLAS.
 
-    1 MiB, on every GPU, and none from PyTorch 2.12 on, where it uses cuBLAS's (pull requests 73439, 168175, 175879).
-    Each thread keeps it from 2.9 on (156495); before, each call took it and gave it back.
+    1 MiB, on every GPU (pytorch/pytorch#73439), and none from PyTorch 2.12 on, where it uses cuBLAS's
+    (pytorch/pytorch#168175, pytorch/pytorch#175879). Each thread keeps it from 2.9 on (pytorch/pytorch#156495); before,
+    each call took it and gave it back.
     `CUBLASLT_WORKSPACE_SIZE` sets it, in KiB.
     """
     size = os.environ.get("CUBLASLT_WORKSPACE_SIZE", "1024")

@@ -56,6 +56,13 @@ def test_every_chapter_and_prose_page_is_in_the_table_of_contents():
 
 
 @chapters
+def test_the_readme_names_a_chapter_by_its_title(source):
+    title = re.search(r"^# (.+)$", prose(source), flags=re.MULTILINE)[1]
+    readme = (BOOK.root / "README.md").read_text(encoding="utf-8")
+    assert f"[{title}](notebooks/{source.name})" in readme
+
+
+@chapters
 def test_the_pair_holds_the_same_cells(source):
     assert cells(stored(source)) == cells(read_source(source)), "run `make refresh`: the .md is the source"
 
