@@ -273,13 +273,13 @@ def lab(light: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("sight", SIGHT)
-@pytest.mark.parametrize("colours", [[*figures.COLOURS.values()], figures._GROUPS], ids=["categories", "groups"])
+@pytest.mark.parametrize("colours", [[*figures.COLOURS.values()], figures.GROUPS], ids=["categories", "groups"])
 def test_no_two_colours_are_alike_to_the_colour_blind(sight, colours):
     seen = [lab(SIGHT[sight] @ linear(colour)) for colour in colours]
     assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(seen, 2)) > 4 * 2.3
 
 
-@pytest.mark.parametrize("colour", [*figures.COLOURS.values(), *figures._GROUPS, "white"])
+@pytest.mark.parametrize("colour", [*figures.COLOURS.values(), *figures.GROUPS, "white"])
 def test_text_on_every_colour_can_be_read(colour):
-    luminance = sorted(XYZ[1] @ linear(c) + 0.05 for c in (colour, figures._ink(colour)))
+    luminance = sorted(XYZ[1] @ linear(c) + 0.05 for c in (colour, figures.ink(colour)))
     assert luminance[1] / luminance[0] >= 4.5

@@ -39,10 +39,10 @@ def test_the_wheel_installs_the_package_and_nothing_beside_it(wheel):
     assert {top for top in tops if not top.endswith(".dist-info")} == {"everybyte"}
 
 
-def test_the_wheel_carries_every_module_and_the_look_of_the_figures(wheel):
+def test_the_wheel_carries_every_module_and_the_look_of_figures_and_pages(wheel):
     sources = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src" / "everybyte").rglob("*.py")}
     assert sources <= set(wheel.namelist())
-    assert "everybyte/book.mplstyle" in wheel.namelist()
+    assert {"everybyte/book.mplstyle", "everybyte/page.css", "everybyte/answer.schema.json"} <= set(wheel.namelist())
 
 
 def test_the_wheel_installs_the_command(wheel):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, pairwise
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 import pandas as pd
@@ -36,11 +36,12 @@ COLOURS: Final = {
     WORKSPACE: "#000000",
 }
 
-_PHASES: Final = {"forward": ("#dfe5ea", "fwd"), "backward": ("#b9c4cd", "bwd"), "optimizer": ("#8d99a4", "opt")}
-_GROUPS: Final = ("#4D9CC9", "#EEBC4D", "#4DBB9D", "#E28E4D", "#CCE8F8", "#F8F2A0")
-"""The same colours, lighter, for groups of tensors, which are no categories."""
+PHASES: Final = {"forward": ("#dfe5ea", "fwd"), "backward": ("#b9c4cd", "bwd"), "optimizer": ("#8d99a4", "opt")}
+GROUPS: Final = ("#4D9CC9", "#EEBC4D", "#4DBB9D", "#E28E4D", "#CCE8F8", "#F8F2A0")
+"""The same colours, lighter, for groups, of tensors or lines, which are no categories."""
 
 _SMALL: Final = 8  # points, of the letters inside
+_FEWEST: Final = 5  # letters that a name may be cut to
 _PALE: Final = "#f1f4f6"
 _OUTSIDE: Final = "(outside any module)"
 
@@ -65,7 +66,7 @@ def life(timeline: Timeline, ax: Axes | None = None, *, start: int | None = None
     first = min(steps.start, peak) if start is None else start
     end = max(steps.stop, peak + 1) if start is None else max(steps.stop, first + 1)
     curves = {category: curve[first:end] for category, curve in _live_by_category(timeline).items()}
-    keep = _corners(timeline.live_bytes[first:end])
+    keep = corners(timeline.live_bytes[first:end])
     ax.stackplot(
         np.append(keep + first, end),  # what is live after an event stays so until the next
         [np.append(curve[keep], curve[-1]) for curve in curves.values()],
@@ -80,14 +81,14 @@ def life(timeline: Timeline, ax: Axes | None = None, *, start: int | None = None
         row = timeline.table.slice(peak, 1).to_pylist()[0]
         when = f"step {row['step']}, {row['phase']}" if row["step"] >= 0 else f"{row['phase']}, before the steps"
         what = f"{row['op'] or ''} in {row['module']}" if row["module"] else row["op"] or ""
-        size = f"{timeline.peak_bytes / _unit(timeline.peak_bytes)[0]:,.3f}".removesuffix(".000")
+        size = f"{timeline.peak_bytes / unit_of(timeline.peak_bytes)[0]:,.3f}".removesuffix(".000")
         ax.plot(peak, timeline.peak_bytes, marker="v", color="0.2")  # it may last for one event only
         along = (peak - first) / (end - first)
         right = along > 0.5
         letters = int(max(along, 1 - along) * _points_across(ax) / (0.62 * _SMALL)) - 2
-        rows = f"peak {size} {_unit(timeline.peak_bytes)[1]}", when, what
+        rows = f"peak {size} {unit_of(timeline.peak_bytes)[1]}", when, what
         ax.annotate(
-            "\n".join(_short(row, letters) for row in rows if row),
+            "\n".join(shortened(row, letters) for row in rows if row),
             (peak, timeline.peak_bytes),
             xytext=(-7 if right else 7, 3),
             textcoords="offset points",
@@ -97,7 +98,7 @@ def life(timeline: Timeline, ax: Axes | None = None, *, start: int | None = None
         )
     _strip(ax, timeline, first, end)
     ax.set(xlabel="allocations and releases, in order", xlim=(first, end), ylim=(0, 1.4 * top))
-    ax.set_ylabel(f"live, {_unit(top)[1]}")
+    ax.set_ylabel(f"live, {unit_of(top)[1]}")
     ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, reverse=True)
     return ax
 
@@ -113,10 +114,10 @@ def lives(timelines: Mapping[str, Timeline], ax: Axes | None = None) -> Axes:
     top = max(timeline.peak_bytes for timeline in timelines.values())
     for (label, timeline), style in zip(timelines.items(), cycle(["-", "--", "-.", ":"]), strict=False):
         live = timeline.live_bytes[_steps(timeline)]
-        keep = _corners(live)
+        keep = corners(live)
         ax.plot(keep / max(1, len(live) - 1), live[keep], style, label=label)
     _in_bytes(ax.yaxis, top)
-    ax.set(xlabel="progress of the steps", ylabel=f"live, {_unit(top)[1]}", ylim=(0, None))
+    ax.set(xlabel="progress of the steps", ylabel=f"live, {unit_of(top)[1]}", ylim=(0, None))
     ax.legend()
     return ax
 
@@ -140,7 +141,7 @@ def peaks(timelines: Mapping[str, Timeline], ax: Axes | None = None) -> Axes:
     ax.invert_yaxis()
     ax.grid(axis="y", visible=False)
     _in_bytes(ax.xaxis, top)
-    ax.set_xlabel(f"live at the peak, {_unit(top)[1]}")
+    ax.set_xlabel(f"live at the peak, {unit_of(top)[1]}")
     ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     return ax
 
@@ -151,7 +152,7 @@ def bars(table: pd.DataFrame, ax: Axes | None = None, *, column: str = "nbytes",
     if len(values) > most:
         rest = values.iloc[most - 1 :]
         values = pd.concat([values.iloc[: most - 1], pd.Series({f"{len(rest)} others": rest.sum()})])
-    unit, name = _unit(int(values.max()))
+    unit, name = unit_of(int(values.max()))
     ax = ax or _axes(9, 0.35 * len(values) + 1)
     labels = [str(label) or _OUTSIDE for label in values.index]
     ax.barh(labels, values / unit, color=[COLOURS.get(label, COLOURS["parameter"]) for label in labels])
@@ -200,6 +201,23 @@ def icicle(
 
     ax = ax or _axes(9, 0.62 * (levels + 2) + 0.7)
     event = timeline.peak if event is None else event
+    tree = module_tree(timeline, event, levels, numbered)
+    if not tree.nbytes:
+        return _nothing(ax, "nothing is live")
+    seen = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if tree.kinds.get(kind)]
+    ax.legend(handles=seen, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    ax.set(xlim=(0, tree.nbytes), ylim=(0, levels + 2), yticks=[], xlabel=f"live, {unit_of(tree.nbytes)[1]}")
+    _in_bytes(ax.xaxis, tree.nbytes)
+    ax.grid(visible=False)
+    ax.spines["left"].set_visible(False)
+    draw_tree(
+        tree, levels, "peak" if event == timeline.peak else f"event {event:,}", _Labels(ax, tree.nbytes, levels + 2)
+    )
+    return ax
+
+
+def module_tree(timeline: Timeline, event: int, levels: int, numbered: bool = False) -> _Node:
+    """What is live after an event, summed for each module and those in it, `levels` deep."""
     tree = _Node()
     rows = timeline.live(event) if len(timeline) else pd.DataFrame(columns=["module", "category", "nbytes"])
     names = rows["module"].astype(object).where(rows["module"].notna(), "").astype(str)
@@ -211,19 +229,21 @@ def icicle(
             path.append(name)
             node = node.parts.setdefault(part, _Node())
             node.add(int(nbytes), kind, ".".join(path))
-    if not tree.nbytes:
-        return _nothing(ax, "nothing is live")
-    seen = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if tree.kinds.get(kind)]
-    ax.legend(handles=seen, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    ax.set(xlim=(0, tree.nbytes), ylim=(0, levels + 2), yticks=[], xlabel=f"live, {_unit(tree.nbytes)[1]}")
-    _in_bytes(ax.xaxis, tree.nbytes)
-    ax.grid(visible=False)
-    ax.spines["left"].set_visible(False)
-    say = _Labels(ax, tree.nbytes, levels + 2)
-    title = "peak" if event == timeline.peak else f"event {event:,}"
-    say.box(0, tree.nbytes, levels + 1, 1, f"{title}\n{_amount(tree.nbytes)}", _PALE)
-    _rows_below(tree, 0, levels, say)
-    return ax
+    return tree
+
+
+class Pen(Protocol):
+    """What a tree is drawn with: `box` draws one and its text, and what is narrower than `least` bytes has no room."""
+
+    least: float
+
+    def box(self, x: int, width: int, y: int, height: int, text: str, colour: str) -> None: ...
+
+
+def draw_tree(tree: _Node, levels: int, title: str, pen: Pen) -> None:
+    """Draws a tree of modules in boxes from its bytes across and `levels` + 2 rows up."""
+    pen.box(0, tree.nbytes, levels + 1, 1, f"{title}\n{amount(tree.nbytes)}", _PALE)
+    _rows_below(tree, 0, levels, pen)
 
 
 def _steps_down(module: str, numbered: bool) -> list[tuple[str, str]]:
@@ -238,10 +258,10 @@ def _steps_down(module: str, numbered: bool) -> list[tuple[str, str]]:
     return steps
 
 
-def _rows_below(node: _Node, left: int, level: int, say: _Labels) -> None:
+def _rows_below(node: _Node, left: int, level: int, pen: Pen) -> None:
     """Draws a module's parts from `left` on, each down to the lowest row, and there what they are for."""
     parts = sorted(node.parts.items(), key=lambda part: -part[1].nbytes) if level else []
-    wide = [part for part in parts if part[1].nbytes >= say.least]
+    wide = [part for part in parts if part[1].nbytes >= pen.least]
     small = [part for _, part in parts[len(wide) :]]
     if len(small) == 1:
         wide, small = parts, []
@@ -249,11 +269,11 @@ def _rows_below(node: _Node, left: int, level: int, say: _Labels) -> None:
         down = level if not part.parts or level == 1 else 1  # a module without parts fills the rows below it
         several = len(part.names) > len(node.names)
         title = f"{len(part.names):,} × {name.removesuffix('.*')}" if several else name.removesuffix(".*")
-        say.box(left, part.nbytes, level + 1 - down, down, f"{title}\n{_amount(part.nbytes)}", "white")
+        pen.box(left, part.nbytes, level + 1 - down, down, f"{title}\n{amount(part.nbytes)}", "white")
         if down == level:
-            _kinds(part.kinds, left, say)
+            _kinds(part.kinds, left, pen)
         else:
-            _rows_below(part, left, level - 1, say)
+            _rows_below(part, left, level - 1, pen)
         left += part.nbytes
     kinds: dict[str, int] = dict(node.kinds)
     for _, part in wide:
@@ -264,14 +284,14 @@ def _rows_below(node: _Node, left: int, level: int, say: _Labels) -> None:
         count = sum(len(part.names) for part in small)
         title = f"other, {count:,} modules" if small else "itself"
         title += " + itself" if small and own else ""
-        say.box(left, rest, 1, level, f"{title}\n{_amount(rest)}", _PALE)
-        _kinds(kinds, left, say)
+        pen.box(left, rest, 1, level, f"{title}\n{amount(rest)}", _PALE)
+        _kinds(kinds, left, pen)
 
 
-def _kinds(kinds: Mapping[str, int], left: int, say: _Labels) -> None:
+def _kinds(kinds: Mapping[str, int], left: int, pen: Pen) -> None:
     for kind in COLOURS:
         if nbytes := kinds.get(kind):
-            say.box(left, nbytes, 0, 1, _amount(nbytes), COLOURS[kind])
+            pen.box(left, nbytes, 0, 1, amount(nbytes), COLOURS[kind])
             left += nbytes
 
 
@@ -299,17 +319,17 @@ def tensors(saved: Saved, ax: Axes | None = None, *, group: Callable[[Mapping[st
     groups: dict[str, list[tuple[int, str]]] = {}
     for row in saved.rows:
         shape = "×".join(map(str, row["shape"])) or "a number"
-        label = "\n".join(filter(None, [row["module"], row["op"], shape, _amount(row["nbytes"])]))
+        label = "\n".join(filter(None, [row["module"], row["op"], shape, amount(row["nbytes"])]))
         name = group(row) if group else row["module"].split(".")[0]
         groups.setdefault(name or _OUTSIDE, []).append((row["nbytes"], label))
     sums = {name: sum(nbytes for nbytes, _ in rows) for name, rows in groups.items()}
     order = sorted((name for name in sums if sums[name]), key=lambda name: -sums[name])
-    colours = dict(zip(order, [*_GROUPS, *["#c9d0d6"] * len(order)], strict=False))
-    shown = order if len(order) <= len(_GROUPS) else order[: len(_GROUPS)]
+    colours = dict(zip(order, [*GROUPS, *["#c9d0d6"] * len(order)], strict=False))
+    shown = order if len(order) <= len(GROUPS) else order[: len(GROUPS)]
     width, height = total**0.5 * 4 / 3, total**0.5 * 3 / 4  # their product is the total
-    ax.set(xlim=(0, width), ylim=(0, height), xticks=[], yticks=[], title=f"{_amount(total)} kept, to scale")
+    ax.set(xlim=(0, width), ylim=(0, height), xticks=[], yticks=[], title=f"{amount(total)} kept, to scale")
     ax.spines[:].set_visible(False)
-    patches = [Patch(color=colours[name], label=f"{_short(name, 28)}, {_amount(sums[name])}") for name in shown]
+    patches = [Patch(color=colours[name], label=f"{shortened(name, 28)}, {amount(sums[name])}") for name in shown]
     ax.legend(
         handles=patches, loc="upper center", bbox_to_anchor=(0.5, 0.0), ncols=min(len(shown), 4), fontsize="small"
     )
@@ -327,7 +347,7 @@ def _large(rows: Iterable[tuple[int, str]], least: int) -> list[tuple[int, str]]
     small = [nbytes for nbytes, _ in rows if nbytes < least]
     if len(small) < 2:
         return rows
-    both = sum(small), f"other, {len(small):,} tensors\n{_amount(sum(small))}"
+    both = sum(small), f"other, {len(small):,} tensors\n{amount(sum(small))}"
     return [*rows[: len(rows) - len(small)], both]
 
 
@@ -394,8 +414,6 @@ def overview(timeline: Timeline) -> Figure:
 class _Labels:
     """Draws boxes with as much of a text in them as there is room for."""
 
-    FEWEST: Final = 5  # letters that a name may be cut to
-
     def __init__(self, ax: Axes, width: float, height: float) -> None:
         ax.figure.canvas.figure.draw_without_rendering()  # places the axes; all else must be there
         extent, points = ax.get_window_extent(), 72 / ax.figure.dpi
@@ -405,36 +423,50 @@ class _Labels:
         self.least = 1.5 * _SMALL / self._across  # narrower than that there is no room for a line
 
     def box(self, x: float, width: float, y: float, height: float, text: str, colour: str) -> None:
-        """A box. Of its text only the first line is cut, if it is a name; of the others the last are said first."""
         from matplotlib.patches import Rectangle
 
         edge = "white" if colour not in ("white", _PALE) else "#8a949c"
         self._ax.add_patch(Rectangle((x, y), width, height, facecolor=colour, edgecolor=edge, linewidth=0.8))
-        room = width * self._across, height * self._up
-        upright, turned = self._fitting(text, *room), self._fitting(text, *reversed(room))
-        rows, turn = (turned, 90) if _letters(turned) > 1.5 * _letters(upright) else (upright, 0)
+        rows, turned = fitted(text, width * self._across, height * self._up, _SMALL)
         if rows:
-            middle = {"ha": "center", "va": "center", "rotation": turn, "linespacing": 1.2}
+            middle = {"ha": "center", "va": "center", "rotation": 90 * turned, "linespacing": 1.2}
             at = x + width / 2, y + height / 2
-            self._ax.text(*at, "\n".join(rows), fontsize=_SMALL, color=_ink(colour), **middle)
+            self._ax.text(*at, "\n".join(rows), fontsize=_SMALL, color=ink(colour), **middle)
 
-    def _fitting(self, text: str, width: float, height: float) -> list[str]:
-        letters, lines = int(width / (0.66 * _SMALL)), int(height / (1.3 * _SMALL))
-        name, *rest = text.split("\n")
-        rows = [_short(name, letters)] if len(name) <= letters or (rest and letters >= self.FEWEST) else []
-        rest = [row for row in rest if len(row) <= letters]
-        return [*rows, *rest[max(0, len(rest) + len(rows) - lines) :]][: max(0, lines)]
+
+def fitted(text: str, width: float, height: float, size: float) -> tuple[list[str], bool]:
+    """The lines of a text that a box has room for, and whether they stand upright in it, read from below.
+
+    Only the first line is cut, if it is a name; of the others the last are said first.
+
+    Args:
+        text: Its lines.
+        width, height: Of the box, in the unit of `size`.
+        size: Of the letters.
+    """
+    upright, turned = _fitting(text, width, height, size), _fitting(text, height, width, size)
+    turn = _letters(turned) > 1.5 * _letters(upright)
+    return (turned, True) if turn else (upright, False)
+
+
+def _fitting(text: str, width: float, height: float, size: float) -> list[str]:
+    letters, lines = int(width / (0.66 * size)), int(height / (1.3 * size))
+    name, *rest = text.split("\n")
+    rows = [shortened(name, letters)] if len(name) <= letters or (rest and letters >= _FEWEST) else []
+    rest = [row for row in rest if len(row) <= letters]
+    return [*rows, *rest[max(0, len(rest) + len(rows) - lines) :]][: max(0, lines)]
 
 
 def _letters(rows: Sequence[str]) -> int:
     return sum(map(len, rows))
 
 
-def _ink(colour: str) -> str:
+def ink(colour: str) -> str:
     """Black or white, whichever stands out more: at least 4.5 to 1 on any colour (WCAG 2, relative luminance)."""
-    from matplotlib.colors import to_rgb
-
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
+    if colour == "white":
+        return "black"
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     luminance = np.dot([0.2126, 0.7152, 0.0722], linear)
     return "black" if (luminance + 0.05) / 0.05 >= 1.05 / (luminance + 0.05) else "white"
 
@@ -445,7 +477,7 @@ def _strip(ax: Axes, timeline: Timeline, first: int, end: int) -> None:
     turns = np.flatnonzero(phase[1:] != phase[:-1]) + 1
     edges = [0, *turns.tolist(), len(phase)]
     across = ax.get_xaxis_transform()
-    for name, (colour, short) in _PHASES.items():
+    for name, (colour, short) in PHASES.items():
         spans = [(a + first, b - a) for a, b in pairwise(edges) if b > a and phase[a] == name]
         ax.broken_barh(spans, (0.94, 0.06), transform=across, facecolors=colour, linewidth=0)
         for left, width in spans:
@@ -475,7 +507,7 @@ def _nothing(ax: Axes, text: str) -> Axes:
 
 def _in_bytes(axis: Any, top: int) -> None:
     """Labels an axis of bytes in the unit of its largest number."""
-    unit = _unit(top)[0]
+    unit = unit_of(top)[0]
     axis.set_major_formatter(lambda nbytes, _: f"{nbytes / unit:g}")
 
 
@@ -484,18 +516,18 @@ def _points_across(ax: Axes) -> float:
     return ax.get_window_extent().width * 72 / ax.figure.dpi
 
 
-def _short(text: str, most: int) -> str:
+def shortened(text: str, most: int) -> str:
     """A text cut in its middle."""
     return text if len(text) <= most else f"{text[: (most - 1) // 2]}…{text[len(text) - most // 2 :]}"
 
 
-def _amount(nbytes: int) -> str:
-    unit, name = _unit(nbytes)
+def amount(nbytes: int) -> str:
+    unit, name = unit_of(nbytes)
     number = nbytes / unit
     return f"{number:,.0f} {name}" if unit == 1 or number >= 999.5 else f"{number:#.3g}".rstrip(".") + f" {name}"
 
 
-def _unit(nbytes: int) -> tuple[int, str]:
+def unit_of(nbytes: int) -> tuple[int, str]:
     return (GB, "GB") if nbytes >= GB else (MB, "MB") if nbytes >= MB else (1, "B")
 
 
@@ -512,7 +544,7 @@ def _live_by_category(timeline: Timeline) -> dict[str, np.ndarray]:
     return {name: np.cumsum(np.where(category == name, change, 0)) for name in names}
 
 
-def _corners(total: np.ndarray, most: int = 2000) -> np.ndarray:
+def corners(total: np.ndarray, most: int = 2000) -> np.ndarray:
     """Which events to draw so that no peak is lost: in each of `most` stretches its first, highest and lowest."""
     if len(total) <= 3 * most:
         return np.arange(len(total))

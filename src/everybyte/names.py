@@ -12,11 +12,16 @@ def printable(text: str, most: int = 120) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
+def of_all(name: str) -> str:
+    """A module's name without its numbers: of `blocks.0.mlp`, `blocks.1.mlp`, ... the same `blocks.*.mlp`."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
 def alike(rows: Iterable[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
-    """The rows of `blocks.0.mlp`, `blocks.1.mlp`, ... as one of `blocks.*.mlp`."""
+    """Rows of bytes, a number and a name, those of alike names (`of_all`) as one, largest first."""
     sums: dict[str, tuple[int, int]] = {}
     for nbytes, count, name in rows:
-        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+        pattern = of_all(name)
         before = sums.get(pattern, (0, 0))
         sums[pattern] = before[0] + nbytes, before[1] + count
     return sorted(((*both, name) for name, both in sums.items()), reverse=True)

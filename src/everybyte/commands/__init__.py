@@ -6,10 +6,12 @@ arguments and returns an `Answer`. It prints nothing: `everybyte.cli` does.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 from typing import Any, Final
 
 SCHEMA: Final = 1
@@ -43,3 +45,26 @@ def on_stderr() -> Iterator[None]:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
+
+
+def new_file(text: str) -> Path:
+    """A path that something can be written to, for argparse."""
+    path = Path(text)
+    reasons = {
+        "it is a folder": path.is_dir(),
+        f"there is no folder {path.parent}": not path.parent.is_dir(),
+        "it is a program": path.suffix == ".py",
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise argparse.ArgumentTypeError(f"{text} cannot be written: {reason}")
+    return path.absolute()  # the code that is traced may go to another folder
+
+
+def written(path: Path | None, write: Callable[[Path], Any]) -> None:
+    """Writes a file that an option names, if it does."""
+    try:
+        if path is not None:
+            write(path)
+    except (OSError, ImportError) as error:
+        raise Stop(BAD_INPUT, f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from None

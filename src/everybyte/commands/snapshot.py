@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
-from .. import workspace
+from .. import page, workspace
 from ..allocator import Allocator, Replay
 from ..names import printable
 from ..snapshot import Comparison, Names, Snapshot
 from ..timeline import Timeline
 from ..units import format_bytes
-from . import BAD_INPUT, SCHEMA, Answer, Stop
+from . import BAD_INPUT, SCHEMA, Answer, Stop, new_file, written
 from .text import peaks, table
 
 
@@ -40,6 +40,9 @@ def add(commands: Any) -> argparse.ArgumentParser:
         type=_settings,
         metavar="SETTING=VALUE[,...]",
         help="other settings of PYTORCH_CUDA_ALLOC_CONF, or total=16GiB; may be given several times",
+    )
+    parser.add_argument(
+        "--html", type=new_file, metavar="OUT", help="write a report, one file that opens in any browser"
     )
     parser.set_defaults(command=_answer)
     return parser
@@ -118,6 +121,7 @@ def _answer(args: argparse.Namespace) -> Answer:
         "replayed": _replay_as_dict({}, replays[0][1]),
         "what_if": [_replay_as_dict(what_if, replay) for what_if, replay in replays[1:]],
     }
+    written(args.html, lambda path: path.write_text(page.html(answer, timeline), encoding="utf-8"))
     return answer, _lines(answer, comparison, replays), None
 
 

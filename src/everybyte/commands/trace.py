@@ -26,7 +26,7 @@ from unittest import mock
 
 from torch import nn
 
-from .. import attribution, figures, gpus, workspace
+from .. import answers, attribution, figures, gpus, page, workspace
 from ..allocator import Allocator, OutOfMemory, Replay
 from ..caching import MIN_BLOCK
 from ..names import alike, printable
@@ -34,7 +34,7 @@ from ..timeline import Timeline
 from ..trace import Trace, trace
 from ..units import format_bytes
 from ..values import DataDependentShape
-from . import BAD_INPUT, CANNOT_SAY, NO, SCHEMA, Answer, Stop, on_stderr
+from . import BAD_INPUT, CANNOT_SAY, NO, SCHEMA, Answer, Stop, new_file, on_stderr, written
 from .text import LONGEST_LINE, LONGEST_TABLE, peaks, table
 
 STEPS: Final = 3  # traced unless said otherwise
@@ -56,10 +56,11 @@ def add(commands: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--gpu", help=f"such as a4000, t4 or 3050ti; {gpus.DEFAULT} unless given")
     parser.add_argument("--steps", type=_count, metavar="N", help=f"how often to run the step; {STEPS} unless given")
+    parser.add_argument("--snapshot", type=new_file, metavar="OUT", help="write a snapshot for PyTorch's memory viewer")
+    parser.add_argument("--parquet", type=new_file, metavar="OUT", help="write the timeline, an event a row")
     parser.add_argument(
-        "--snapshot", type=_new_file, metavar="OUT", help="write a snapshot for PyTorch's memory viewer"
+        "--html", type=new_file, metavar="OUT", help="write a report, one file that opens in any browser"
     )
-    parser.add_argument("--parquet", type=_new_file, metavar="OUT", help="write the timeline, an event a row")
     parser.add_argument("--figure", type=_new_figure, metavar="OUT", help="draw it: a .png, .svg or .pdf")
     parser.add_argument("--traceback", action="store_true", help="show all of an error of the code that is traced")
     parser.set_defaults(command=_answer)
@@ -72,23 +73,10 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _new_file(text: str) -> Path:
-    path = Path(text)
-    reasons = {
-        "it is a folder": path.is_dir(),
-        f"there is no folder {path.parent}": not path.parent.is_dir(),
-        "it is a program": path.suffix == ".py",
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise argparse.ArgumentTypeError(f"{text} cannot be written: {reason}")
-    return path.absolute()  # the code that is traced may go to another folder
-
-
 def _new_figure(text: str) -> Path:
     if Path(text).suffix.lower() not in (".png", ".svg", ".pdf"):
         raise argparse.ArgumentTypeError(f"{text} is no name for a figure: let it end in .png, .svg or .pdf")
-    return _new_file(text)
+    return new_file(text)
 
 
 def _answer(args: argparse.Namespace) -> Answer:
@@ -96,7 +84,9 @@ def _answer(args: argparse.Namespace) -> Answer:
         gpu = gpus.find(gpus.DEFAULT if args.gpu is None else args.gpu)
     except ValueError as error:
         raise Stop(BAD_INPUT, str(error)) from None
-    files = {option: getattr(args, option) for option in ("snapshot", "parquet", "figure") if getattr(args, option)}
+    files = {
+        option: getattr(args, option) for option in ("snapshot", "parquet", "html", "figure") if getattr(args, option)
+    }
     for one, other in itertools.combinations(files, 2):
         if files[one] == files[other]:
             raise Stop(BAD_INPUT, f"--{one} and --{other} both name {files[one]}: give each a file of its own")
@@ -108,9 +98,9 @@ def _answer(args: argparse.Namespace) -> Answer:
     if args.steps and not steps:
         remarks.append(f"--steps {args.steps} was not used: {args.target} returned no step to repeat")
     whole = timeline.with_workspaces()  # what the allocator gets to see
-    _written(args.snapshot, lambda path: whole.to_snapshot(path, Allocator(gpu=gpu)))
-    _written(args.parquet, timeline.to_parquet)
-    _written(args.figure, lambda path: figures.overview(timeline).savefig(path))
+    written(args.snapshot, lambda path: whole.to_snapshot(path, Allocator(gpu=gpu)))
+    written(args.parquet, timeline.to_parquet)
+    written(args.figure, lambda path: figures.overview(timeline).savefig(path))
 
     needs = Allocator().replay(whole)
     notes = {
@@ -120,7 +110,6 @@ def _answer(args: argparse.Namespace) -> Answer:
         "remarks": [*remarks, *run.remarks],
     }
     verdict, failure, stop = _verdict(needs, whole, gpu, list(_unsure(notes)))
-    step, phase = timeline.table.select(["step", "phase"]).slice(timeline.peak, 1).to_pylist()[0].values()
     answer = {
         "schema": SCHEMA,
         "function": args.target,
@@ -134,26 +123,26 @@ def _answer(args: argparse.Namespace) -> Answer:
         "assumed": args.gpu is None,
         "steps": steps,
         "verdict": verdict,
+        "reason": stop and str(stop),
+        "left": {
+            "at_least": gpu.usable[0] - needs.peak_reserved,
+            "at_most": gpu.usable[1] - needs.peak_reserved,
+        },
         "peak_allocated": needs.peak_allocated,
         "peak_rounded": timeline.rounded(MIN_BLOCK).peak_bytes,
         "peak_requested": timeline.peak_bytes,
         "peak_reserved": needs.peak_reserved,
         "fragmentation": asdict(needs.fragmentation),
         "out_of_memory": failure and asdict(failure),
-        "peak": {"event": timeline.peak, "step": step, "phase": phase},
-        **{f"by_{key}": _by(timeline, key) for key in ("category", "module", "op")},
+        "peak": answers.moment(timeline, timeline.peak, "step", "phase", "op", "module", "line"),
+        **{f"by_{key}": answers.by(timeline, key) for key in ("category", "module", "op", "line")},
+        "saved_for_backward": answers.saved_for_backward(timeline),
+        "growth_per_step": answers.growth_per_step(timeline),
         "workspaces": [asdict(taken) for taken in run.workspaces],
         **notes,
     }
+    written(args.html, lambda path: path.write_text(page.html(answer, timeline), encoding="utf-8"))
     return answer, _lines(answer, run, needs), stop
-
-
-def _written(path: Path | None, write: Callable[[Path], None]) -> None:
-    try:
-        if path is not None:
-            write(path)
-    except (OSError, ImportError) as error:
-        raise Stop(BAD_INPUT, f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _traced(args: argparse.Namespace, gpu: gpus.GPU) -> tuple[Trace, list[str]]:
@@ -267,12 +256,6 @@ def _unsure(notes: Mapping[str, Sequence[str]]) -> Iterator[str]:
     if notes["conditional"]:
         lines = ", ".join(notes["conditional"])
         yield f"at {lines} a value that no trace knows decides the way, or full memory; figures are of the way taken"
-
-
-def _by(timeline: Timeline, key: str) -> list[dict[str, Any]]:
-    table = timeline.by(key)
-    rows = zip(table.index, table["nbytes"].tolist(), table["storages"].tolist(), strict=True)
-    return [{key: name, "bytes": nbytes, "storages": count} for name, nbytes, count in rows]
 
 
 def _lines(answer: Mapping[str, Any], run: Trace, needs: Replay) -> Iterator[str]:
