@@ -31,6 +31,7 @@ EVERYDAY = EVIDENCE | {
 
 NOT_PROSE = (
     *(nodes.reference, nodes.literal, nodes.emphasis, nodes.title, nodes.thead, nodes.caption, nodes.math, nodes.raw),
+    nodes.citation,
     *(addnodes.pending_xref, addnodes.desc_signature, addnodes.glossary),
 )
 

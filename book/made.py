@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import everybyte
-from everybyte import gpus, workspace
+from everybyte import gpus
 from everybyte.audit import MEANING
 from everybyte.units import GiB
 
@@ -30,7 +30,7 @@ def threads(text: str, link: str) -> str:
 
 def gpu_table() -> str:
     """The GPUs that have a name, a row each."""
-    head = ["GPU", "`gpu=`", "capability", "processors", "memory, B", "left to PyTorch, GiB", "workspace, B"]
+    head = ["GPU", "`gpu=`", "capability", "processors", "memory, B", "left to PyTorch, GiB"]
     rows = [head, ["---"] * len(head)]
     for gpu in gpus.TABLE:
         least, most = (nbytes / GiB for nbytes in gpu.usable)
@@ -42,7 +42,6 @@ def gpu_table() -> str:
                 str(gpu.processors),
                 f"{'≥ ' if gpu.precision else ''}{gpu.total:,}",
                 f"{least:.2f} to {most:.2f}",
-                f"{workspace.cublas_bytes(gpu, '2.13', ''):,}",
             ]
         )
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
