@@ -10,6 +10,8 @@ from functools import partial
 from html import escape as escape_html
 from pathlib import Path
 
+from found import TITLES
+
 from everybyte.audit import MEANING, Finding, Ledger, packaged
 
 escape = partial(escape_html, quote=False)  # nothing that is escaped stands in an attribute
@@ -29,7 +31,7 @@ opinion: only where the value differs, and the document's own inputs do give wha
 
 {verdicts}
 
-(In brackets: how many of *Activation Memory Math*, and of the TFT report.)
+(In brackets: how many of *Activation Memory Math*, and of the TFT memory report.)
 
 One wrong number makes others. A sum of wrong lines that is added up rightly *holds* as an addition, and has a second
 row for what it says of the model. A claim that is repeated counts once, unless the document builds on it anew.
@@ -86,8 +88,12 @@ def page(documents: Sequence[tuple[Ledger, list[Finding]]]) -> str:
 
 
 def _table(ledger: Ledger, findings: Iterable[Finding]) -> Iterator[str]:
-    yield f"## {ledger.document.partition(':')[0]}"
+    title = TITLES[ledger.path.stem]
+    yield f"## {title}"
     yield ""
+    if title != ledger.document:
+        yield f"*{ledger.document}*"
+        yield ""
     yield "```{raw} html"
     yield '<table class="table claims">'
     head = "".join(f'<th scope="col">{name}</th>' for name in ("claim", "stated", "recomputed", "verdict"))
