@@ -11,7 +11,6 @@ import re
 import xml.etree.ElementTree as ET
 from contextlib import redirect_stdout
 from html.parser import HTMLParser
-from importlib import resources
 
 import jsonschema
 import numpy as np
@@ -20,14 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from streams import timeline, timelines
 
-from everybyte import Snapshot, Timeline, answers, figures, page, plain_pickle, svg
+from everybyte import Snapshot, Timeline, answers, figures, page, plain_pickle, schema, svg
 from everybyte.allocator import Allocator
 from everybyte.cli import main
 from everybyte.markup import Markup, markup, tag
 from everybyte.timeline import CATEGORIES, Recorder
 from everybyte.units import MiB
 
-SCHEMA = json.loads(resources.files("everybyte").joinpath("answer.schema.json").read_text(encoding="utf-8"))
+SCHEMA = schema.read()
 
 SCRIPT = """
 import torch
@@ -128,14 +127,14 @@ class Reader(HTMLParser):
             self.rows[-1][-1] += data
 
 
-def closed(schema):
+def closed(part):
     """The schema with every key that it does not describe refused."""
-    if isinstance(schema, list):
-        return [closed(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    more = {"additionalProperties": False} if "properties" in schema and schema.get("type") == "object" else {}
-    return {key: closed(part) for key, part in schema.items()} | more
+    if isinstance(part, list):
+        return [closed(one) for one in part]
+    if not isinstance(part, dict):
+        return part
+    more = {"additionalProperties": False} if "properties" in part and part.get("type") == "object" else {}
+    return {key: closed(one) for key, one in part.items()} | more
 
 
 def check(answer, which):

@@ -12,10 +12,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-SCHEMA: Final = 1
-"""Version of the JSON: it grows when a key goes or changes its meaning, not when one is added."""
+from ..schema import VERSION as SCHEMA
+
+__all__ = ["BAD_INPUT", "CANNOT_SAY", "NO", "SCHEMA", "Answer", "Stop", "new_file", "on_stderr", "written"]
 
 NO, BAD_INPUT, CANNOT_SAY = 1, 2, 3
 """Exit codes: the answer is no; bad input; cannot say."""

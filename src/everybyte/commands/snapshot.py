@@ -1,26 +1,15 @@
-"""`everybyte snapshot FILE`: what a recording from a GPU says, and what other settings would have done to it.
-
-The recording is read as data, never trusted. Its allocations are placed anew by the model of the allocator: from the
-state that the recording began in, to see whether the model is right about it, and on an empty GPU, to compare settings.
-"""
+"""`everybyte snapshot FILE`: what a recording from a GPU says, and what other settings would have done to it."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from .. import page, workspace
-from ..allocator import Allocator, Replay
-from ..names import printable
-from ..snapshot import Comparison, Names, Snapshot
-from ..timeline import Timeline
-from ..units import format_bytes
-from . import BAD_INPUT, SCHEMA, Answer, Stop, new_file, written
-from .text import peaks, table
+from .. import page
+from ..account import Account
+from . import BAD_INPUT, Answer, Stop, new_file, written
 
 
 def add(commands: Any) -> argparse.ArgumentParser:
@@ -86,103 +75,11 @@ def _settings(text: str) -> dict[str, Any]:
     return settings
 
 
-def _allocator(recorded: Mapping[str, Any], others: Mapping[str, Any]) -> Allocator:
-    try:
-        return Allocator(**{**recorded, **others})
-    except (ValueError, TypeError) as error:
-        raise Stop(BAD_INPUT, str(error)) from None
-
-
 def _answer(args: argparse.Namespace) -> Answer:
     try:
-        snapshot = Snapshot.read(args.file)
-        counts = {device: len(snapshot.traces.get(device, ())) for device in snapshot.devices}
-        device = max(counts, key=counts.get, default=None) if args.device is None else args.device
-        comparison = snapshot.compare(device)
-        timeline = snapshot.timeline.on(f"cuda:{device}")
-    except (ValueError, OSError) as error:
+        account = Account.read(args.file, args.device, args.what_if or ())
+    except (ValueError, TypeError, OSError) as error:
         message = f"{args.file}: {error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)
         raise Stop(BAD_INPUT, message) from None
-    scenarios = args.what_if or [{"expandable_segments": not snapshot.settings.get("expandable_segments", False)}]
-    replays = [(what_if, _allocator(snapshot.settings, what_if).replay(timeline)) for what_if in ({}, *scenarios)]
-    found = comparison.as_dict()
-    for failure in found["out_of_memory"]:
-        failure["op"], failure["line"] = Names()(snapshot.traces[device][failure["event"]].frames)
-    answer = {
-        "schema": SCHEMA,
-        "file": os.fsencode(args.file).decode("utf-8", "replace"),
-        "device": device,
-        "devices": list(snapshot.devices),
-        "events": counts.get(device, 0),
-        "settings": dict(snapshot.settings),
-        **found,
-        "fragmentation": found["fragmentation"][0] if found["fragmentation"] else None,
-        "live_at_peak": _live_at_peak(timeline),
-        "replayed": _replay_as_dict({}, replays[0][1]),
-        "what_if": [_replay_as_dict(what_if, replay) for what_if, replay in replays[1:]],
-    }
-    written(args.html, lambda path: path.write_text(page.html(answer, timeline), encoding="utf-8"))
-    return answer, _lines(answer, comparison, replays), None
-
-
-def _live_at_peak(timeline: Timeline) -> list[dict[str, Any]]:
-    """Who holds the peak, largest first: by function and line; what has no stack by its size."""
-    if not len(timeline):
-        return []
-    live = timeline.live(timeline.peak).astype({"op": str, "line": str})
-    live["each"] = live["nbytes"].where((live["op"] == "") & (live["line"] == ""), 0)
-    groups = live.groupby(["op", "line", "each"])["nbytes"].agg(["sum", "count"])
-    groups = groups.sort_values("sum", ascending=False, kind="stable")
-    return [
-        {"op": op, "line": line, "bytes": int(nbytes), "allocations": int(count)}
-        for (op, line, _), nbytes, count in zip(groups.index, groups["sum"], groups["count"], strict=True)
-    ]
-
-
-def _replay_as_dict(settings: Mapping[str, Any], replay: Replay) -> dict[str, Any]:
-    return {
-        "settings": dict(settings),
-        "peak_allocated": replay.peak_allocated,
-        "peak_reserved": replay.peak_reserved,
-        "segment_events": len(replay.segment_events),
-        "fragmentation": replay.fragmentation and asdict(replay.fragmentation),
-        "out_of_memory": replay.out_of_memory and asdict(replay.out_of_memory),
-    }
-
-
-def _lines(
-    answer: Mapping[str, Any], comparison: Comparison, replays: Sequence[tuple[Mapping[str, Any], Replay]]
-) -> Iterator[str]:
-    rows = answer["live_at_peak"]
-    yield printable(f"{answer['file']}: GPU {answer['device']}, {answer['events']:,} events")
-    others = [str(device) for device in answer["devices"] if device != answer["device"]]
-    if others:
-        yield f"It also holds GPU {', '.join(others)}: choose with --device."
-    yield ""
-    yield from peaks(asdict(comparison.recorded))
-    yield ""
-    yield comparison.explain()
-    for fragmentation in comparison.fragmentation:
-        yield f"When most was reserved: {fragmentation}."
-    for failure, row in zip(comparison.out_of_memory[-1:], answer["out_of_memory"][-1:], strict=True):
-        who = f"{row['line']} {row['op']}".strip()
-        yield f"In the recording: {failure}{printable(who and f', asked for by {who}')}."
-        if len(comparison.out_of_memory) > 1:
-            yield f"Before it, {len(comparison.out_of_memory) - 1:,} other requests failed."
-    yield ""
-    yield f"Live at the peak of what was requested, {sum(row['allocations'] for row in rows):,} allocations:"
-    yield from table((row["bytes"], row["allocations"], _who(row)) for row in rows)
-    yield ""
-    yield "The same allocations on an empty GPU would peak at:"
-    for what_if, replay in replays:
-        settings = ", ".join(f"{name}={value}" for name, value in what_if.items()) or "the recording's settings"
-        reserved = f"{format_bytes(replay.peak_reserved)} reserved, {format_bytes(replay.peak_allocated)} allocated"
-        yield f"  {settings}: {reserved}{f'; {replay.out_of_memory}' if replay.out_of_memory else ''}"
-
-
-def _who(row: Mapping[str, Any]) -> str:
-    if row["op"] or row["line"]:
-        return f"{row['line']} {row['op']}".strip()
-    each = row["bytes"] // row["allocations"]
-    size = ", the size of cuBLAS's workspace" if each == workspace.DEFAULT else ""
-    return f"no stack recorded, {each:,} B each{size}"
+    written(args.html, lambda path: path.write_text(page.html(account.answer, account.timeline), encoding="utf-8"))
+    return account.answer, account.lines(), None
