@@ -285,30 +285,43 @@ PASTED = re.compile(r"\{glue:[^}]*\}`(?:[^`:]*::)?([^`:]+)")
 def drop_answers(pages: Path) -> None:
     """Takes the answers to the exercises out of staged pages.
 
-    The folded boxes go, the source of every cell under the heading *Exercises*, and each glued number that no page
-    shows any more. A cell further up that also computes such a number keeps its source.
+    The folded boxes go, every cell under the heading *Exercises*, and each glued number that no page shows any more.
+    The chapters glue no such number above that heading; a test holds them to it.
     """
     notebooks = {path: nbformat.read(path, as_version=4) for path in sorted((pages / "notebooks").glob("*.ipynb"))}
     prose = [path.read_text(encoding="utf-8") for path in (pages / "book").glob("*.md")]
-    for notebook in notebooks.values():
-        section = ""
-        for cell in notebook.cells:
-            if cell.cell_type == "markdown":
-                section = (re.findall(r"^## (.+)$", cell.source, flags=re.MULTILINE) or [section])[-1]
-                cell.source = ANSWER.sub("", cell.source)
-                prose.append(cell.source)
-            elif section == "Exercises":
-                cell.source = "# Here the answers are computed. They are left out of this build."
-                cell.metadata.tags = [*cell.metadata.get("tags", []), "remove-cell"]
+    for _, cell in (pair for notebook in notebooks.values() for pair in by_section(notebook)):
+        if cell.cell_type == "markdown":
+            cell.source = ANSWER.sub("", cell.source)
+            prose.append(cell.source)
     shown = set(PASTED.findall("\n".join(prose)))
     for path, notebook in notebooks.items():
-        for cell in notebook.cells:
+        for section, cell in by_section(notebook):
             if cell.cell_type == "code":
-                names = (
-                    (output, output.get("metadata", {}).get("scrapbook", {}).get("name")) for output in cell.outputs
-                )
-                cell.outputs = [output for output, name in names if name is None or name in shown]
+                computes = section == "Exercises"
+                cell.outputs = [
+                    output
+                    for output in cell.outputs
+                    if (not computes if (name := glued(output)) is None else name in shown)
+                ]
+                if computes:
+                    cell.source = "# Here the answers are computed. They are left out of this build."
+                    cell.metadata.tags = [*cell.metadata.get("tags", []), "remove-cell"]
         nbformat.write(notebook, path)
+
+
+def by_section(notebook: NotebookNode) -> Iterable[tuple[str, NotebookNode]]:
+    """Each cell behind the heading of its section; a cell that has headings is in the last of them."""
+    section = ""
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            section = (re.findall(r"^## (.+)$", cell.source, flags=re.MULTILINE) or [section])[-1]
+        yield section, cell
+
+
+def glued(output: NotebookNode) -> str | None:
+    """The name under which an output is glued; None if it is another output."""
+    return output.get("metadata", {}).get("scrapbook", {}).get("name")
 
 
 def store(fresh: NotebookNode, source: Path) -> list[str]:
