@@ -36,7 +36,7 @@ def batch_of(size: int) -> data.Batch:
 @given(st.integers(4, 9), st.integers(2, 4))
 def test_a_way_that_claims_only_to_save_memory_has_the_gradients_of_the_plain_step(batch, microbatches):
     ways = tft_fixes.ways(AttentionCache(detached=True), microbatches)
-    expected = fixes.gradients(ways.pop("as it is"), SMALL, batch_of(batch))
+    expected = fixes.gradients(ways.pop("as it stands"), SMALL, batch_of(batch))
     for name in ways.keys() - {"mixed precision", "sketch, unrecorded"}:
         torch.testing.assert_close(fixes.gradients(ways[name], SMALL, batch_of(batch)), expected)
     unrecorded = fixes.gradients(ways["sketch, unrecorded"], SMALL, batch_of(batch))
@@ -57,7 +57,7 @@ def test_afterwards_the_model_is_as_it_was():
 
 def test_small_model_takes_each_way_what_the_trace_says():
     ways = tft_fixes.ways(AttentionCache(detached=True))
-    ways = {way: ways[way] for way in ("(first)", "as it is", "attention in parts", "losses summed", "cached")}
+    ways = {way: ways[way] for way in ("(first)", "as it stands", "attention in parts", "losses summed", "cached")}
     with one_thread():
         traced, measured = (
             fixes.compared(make, SMALL, batch_of(4), ways)
@@ -68,7 +68,7 @@ def test_small_model_takes_each_way_what_the_trace_says():
     assert alone[0].equals(alone[1])
     entry = 4 * 4 * (SMALL.history + SMALL.horizon) * SMALL.hidden
     assert traced.loc["cached", "growth"] == entry
-    assert traced.loc["as it is", "kept"] < traced.loc["losses summed", "kept"] < traced.loc["grouped", "kept"]
+    assert traced.loc["as it stands", "kept"] < traced.loc["losses summed", "kept"] < traced.loc["grouped", "kept"]
 
 
 def test_stored_table_has_each_way_and_keeps_what_the_closed_form_says():
@@ -76,7 +76,7 @@ def test_stored_table_has_each_way_and_keeps_what_the_closed_form_says():
     table = stored.query("kind == 'fix'").set_index("way")
     assert {*table.index} == {*tft_fixes.ways(AttentionCache()), "grouped"} - {"(first)"}
     sizes = partial(formulas.sizes, mask=1, number=0, generator=0)
-    for way, compute in (("as it is", "loop"), ("grouped", "grouped")):
+    for way, compute in (("as it stands", "loop"), ("grouped", "grouped")):
         config = replace(cards.PLAIN, selection_compute=compute)
         assert table.loc[way, "kept"] == integer(formulas.saved(config), sizes(config))
 

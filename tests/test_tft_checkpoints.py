@@ -28,7 +28,7 @@ def small(features: int, hidden: int) -> tft.TFTConfig:
 
 def ways(config):
     names = [f"{SELECTION}.variables.{i}" for i in range(config.observed_features)]
-    inside = {"as it is": [], "five places": parts.PLACES, "each variable": names, "whole selection": [SELECTION]}
+    inside = {"as it stands": [], "five places": parts.PLACES, "each variable": names, "whole selection": [SELECTION]}
     return {name: partial(parts.checkpointed, names=x) for name, x in inside.items()} | {
         "detached": parts.detached,
         "streamed": parts.streamed,
@@ -55,8 +55,8 @@ def test_each_way_keeps_what_its_closed_form_says_and_learns_the_same(batch, fea
             grads[name] = parts.gradients(model)
     assert expected.keys() == grads.keys()
     for name in grads.keys() - {"detached"}:
-        torch.testing.assert_close(grads[name], grads["as it is"])
-    assert len(grads["detached"]) < len(grads["as it is"])
+        torch.testing.assert_close(grads[name], grads["as it stands"])
+    assert len(grads["detached"]) < len(grads["as it stands"])
 
 
 def test_only_what_stands_behind_the_last_norm_learns_if_a_norm_has_no_gradient():

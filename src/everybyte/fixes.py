@@ -71,12 +71,12 @@ def trained(config: TFTConfig, batch: Batch, ways: Mapping[str, Way], turns: int
     Args:
         config: Of the models; that of the way "grouped" computes its selection grouped.
         batch: The one that they learn.
-        ways: By name; one is "as it is".
+        ways: By name; one is "as it stands".
         turns: Steps of each.
 
     Returns:
-        For each way the median of its steps' processor time as a multiple of that of "as it is", and by what share its
-        loss is off in the end.
+        For each way the median of its steps' processor time as a multiple of that of "as it stands", and by what share
+        its loss is off in the end.
     """
     torch.manual_seed(0)
     weights = TFT(config).state_dict()
@@ -92,7 +92,7 @@ def trained(config: TFTConfig, batch: Batch, ways: Mapping[str, Way], turns: int
             seconds[name].append(time.process_time() - begun)
         losses = pd.Series({name: batch_loss(model, batch).item() for name, model in models.items()})
     median = pd.DataFrame(seconds).median()
-    return median / median["as it is"], losses / losses["as it is"] - 1
+    return median / median["as it stands"], losses / losses["as it stands"] - 1
 
 
 def times(ratio: float) -> str:

@@ -55,15 +55,20 @@ def weight_bytes(model: nn.Module) -> dict[str, int]:
 
 
 def training_step(model: nn.Module, loss: Callable[..., torch.Tensor], batch: Any) -> dict[str, int]:
-    """What is left of a training step: bytes kept for backward as real numbers and as integers, tensors that learn."""
+    """What is left of a training step: bytes kept for backward as real numbers and as integers, tensors that learn.
+
+    Of the real numbers those are told apart that are a weight's: a parameter itself is not counted, a copy of it is.
+    """
     made: list[torch.Tensor] = []
     kept = saved(lambda: made.append(loss(model, batch)) or made[0]).frame()
     made.pop().backward()
     integers = kept["dtype"].str.contains("int")
     real, whole = (int(kept["nbytes"][chosen].sum()) for chosen in (~integers, integers))
+    copies = int(kept["nbytes"][kept["why"].str.startswith("weight of a product")].sum())
     learn = [p.grad is not None for p in model.parameters()]
     model.zero_grad()
-    return {"kept in fp32": real, "kept in INT8": whole, "tensors that learn": sum(learn), "of": len(learn)}
+    bytes_kept = {"kept in fp32": real, "of it copies of weights": copies, "kept in INT8": whole}
+    return bytes_kept | {"tensors that learn": sum(learn), "of": len(learn)}
 
 
 def _parts(parameter: torch.Tensor) -> list[tuple[str, torch.Tensor]]:

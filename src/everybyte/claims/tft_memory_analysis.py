@@ -1,7 +1,8 @@
 """What the rows of tft_memory_analysis.toml call: closed forms of TFT-225, and traces of small networks.
 
-The model is the reading that the book studies, `TFTConfig()`, in fp32, its masks as wide as on a CPU, where traced and
-measured are one number. A batch is of 8 windows unless said otherwise.
+The model is the reading that the book studies, `TFTConfig()`, in fp32. What a forward pass keeps is by a CPU's rules,
+where traced and measured are one number; the peak of a step is by CUDA's, for what is claimed of it is about a card. A
+batch is of 8 windows unless said otherwise.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import everybyte as eb
 from everybyte import gpus
+from everybyte.cards import live
 from everybyte.formulas import tft
 from everybyte.formulas.terms import integer
 from everybyte.models.tft import TFTConfig
@@ -74,14 +76,17 @@ def gradients_of_activations() -> int:
 
 
 def peak(batch: int = 8) -> int:
-    """Bytes at the peak of a training step, parameters and buffers included."""
-    start = state("parameters", "positional table", "quantiles")
-    return start + max(_bytes(moment, batch) for moment in tft.peak(CONFIG).values())
+    """Bytes at the peak of a training step on a GPU, parameters and buffers included."""
+    return max(_at("backward", batch), _at("optimizer", batch))
 
 
 def mended(batch: int) -> int:
     """The same with a selection that keeps nothing: the peak is Adam's, at the largest weight."""
-    return state("parameters", "positional table", "quantiles") + _bytes(tft.peak(CONFIG)["optimizer"], batch)
+    return _at("optimizer", batch)
+
+
+def _at(moment: str, batch: int) -> int:
+    return integer(live(moment), tft.sizes(CONFIG, batch, mask=1, number=0))
 
 
 def card() -> int:

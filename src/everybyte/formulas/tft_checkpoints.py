@@ -35,7 +35,7 @@ def dropped(config: Any) -> Terms:
 
 
 def kept(config: Any) -> dict[str, Expr]:
-    """What a forward pass keeps: as it is, detached or with checkpoints at the five places, and three ways to select.
+    """What a forward pass keeps: as it stands, detached, with checkpoints at the five places, and three ways to select.
 
     These are a checkpoint round the network of each variable, one round the whole historical selection, and
     the streamed selection that keeps no output.
@@ -43,7 +43,7 @@ def kept(config: Any) -> dict[str, Expr]:
     parts = saved(config)
     every, networks = total(parts), total(parts["historical_selection.variables"])
     return {
-        "as it is": every,
+        "as it stands": every,
         "detached": total({part: parts[part] for part in ("attention", "head", "loss")}),
         "five places": every - total(dropped(config)),
         "each variable": every - networks + past_variables(config) * g,

@@ -165,7 +165,7 @@ def ways(cache: AttentionCache, microbatches: int = 2) -> dict[str, Way]:
     return {
         "(first)": partial(step, set_to_none=False),
         "gradients zeroed": step,
-        "as it is": step,
+        "as it stands": step,
         "sketch": sketch,
         "sketch, unrecorded": partial(sketch, recorded=False),
         "streamed": streamed,

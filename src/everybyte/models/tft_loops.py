@@ -8,7 +8,7 @@ holder.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -71,8 +71,8 @@ def learn(adam: torch.optim.Optimizer, loss: Tensor, **how: bool) -> None:
 
 
 def step(model: TFT, adam: torch.optim.Optimizer, batch: Batch, train: bool = True, **how: bool) -> None:
-    """One step, or the forward pass of a validation."""
-    loss = forward(model, batch).loss
+    """One step, or the forward pass of a validation; the forecast lives through it, as in `training.train_step`."""
+    _, loss = forward(model, batch)[1:]
     if train:
         learn(adam, loss, **how)
 
@@ -82,12 +82,14 @@ def plain(model, adam, batch, held):
 
 
 def not_cleared(model, adam, batch, held):
-    forward(model, batch).loss.backward()
+    _, loss = forward(model, batch)[1:]
+    loss.backward()
     adam.step()  # and no zero_grad
 
 
 def gradients_kept(model, adam, batch, held):
-    forward(model, batch).loss.backward()
+    _, loss = forward(model, batch)[1:]
+    loss.backward()
     adam.step()
     held.append([p.grad for p in model.parameters()])
     adam.zero_grad()
@@ -149,6 +151,27 @@ def readings(run: Any, config: TFTConfig, loop: Loop, batch: int, steps: int = 3
             loop(model, adam, run.to_device(host), held)
             read.append(torch.cuda.memory_allocated())
     return read
+
+
+def in_turn(run: Any, config: TFTConfig, loops: Sequence[Loop], batches: Sequence[int]) -> Any:
+    """Steps of one model, each by a loop of its own and with so many windows.
+
+    Args:
+        run: A trace or a measurement, not yet begun.
+        config: Of the model.
+        loops: One a step; `held` is the same for all.
+        batches: Windows of each.
+
+    Returns:
+        The run's timeline.
+    """
+    held: list[Any] = []
+    with run:
+        model = TFT(config)
+        adam = torch.optim.Adam(model.parameters(), 1e-4, foreach=False)
+        for i in run.steps(len(loops)):
+            loops[i](model, adam, run.to_device(zeros(config, batches[i])), held)
+    return run.timeline
 
 
 def overfit(model: TFT, batch: Batch, steps: int, rate: float = 1e-3) -> tuple[Tensor, dict[str, bool]]:
