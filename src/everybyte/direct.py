@@ -91,7 +91,7 @@ class Direct:
         return tuple(kind)
 
     def watch(self, kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Begins to watch what a call becomes, if that is to be learnt and no other call is watched."""
+        """Begins to watch what a call becomes, if that is to be learned and no other call is watched."""
         if self.watched is not None or kind in self.known:
             return False
         self.watched = Watched(kind, args, kwargs, [])

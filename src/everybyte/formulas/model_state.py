@@ -1,4 +1,4 @@
-"""What stays from step to step: weights, gradients and optimizer state, in bytes, for P learnt numbers.
+"""What stays from step to step: weights, gradients and optimizer state, in bytes, for P learned numbers.
 
 Step counters, a few bytes a tensor and on the host, are left out. Shards and blocks are rounded up: the counts are
 those of the GPU that has most.
@@ -119,7 +119,7 @@ def lora(adapters: Expr, recipe: str = "bf16", base: Terms | None = None) -> Ter
     """A frozen base, which has no gradients, and adapters, which have all.
 
     Args:
-        adapters: Their learnt numbers, as `lora_parameters` counts them.
+        adapters: Their learned numbers, as `lora_parameters` counts them.
         recipe: The adapters', one of `RECIPES`.
         base: The frozen weights; P of two bytes if None, `nf4()` for QLoRA.
     """

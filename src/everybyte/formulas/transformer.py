@@ -361,7 +361,7 @@ def parameters(
 
     Args:
         tied: The output head is the token embedding, and one tensor.
-        positions: There is a learnt embedding of p_max positions.
+        positions: There is a learned embedding of p_max positions.
         biases: Products and LayerNorms have one; the head never has. "QKV": that product alone has.
         mlp, kv_heads, inner: As in `layer`.
     """

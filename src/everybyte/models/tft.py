@@ -341,7 +341,7 @@ class Recurrence(nn.Module):
 
 
 class PositionalEncoding(nn.Module):
-    """Adds sines and cosines of each position (arXiv 1706.03762, section 3.5): a table, not learnt."""
+    """Adds sines and cosines of each position (arXiv 1706.03762, section 3.5): a table, not learned."""
 
     def __init__(self, config: TFTConfig) -> None:
         super().__init__()
