@@ -1,6 +1,6 @@
 """Trace a PyTorch training step without running it, measure it, and explain every byte.
 
-What a name stands for is imported when it is first asked for: `everybyte.explain`, `Snapshot` and their commands work
+What a name stands for is imported when it is first asked for: `explain`, `Snapshot` and their commands work
 where torch is older than a trace needs, or not there at all.
 """
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from . import formulas, gpus, models, recordings, report, workspace
     from .allocator import Allocator
     from .audit import Ledger
+    from .explain import Explanation, explain
     from .fit import fit_formula
     from .leaks import Leaks, leaks
     from .measure import Measurement, measure
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Allocator",
     "DataDependentShape",
+    "Explanation",
     "Leaks",
     "Ledger",
     "Measurement",
@@ -33,6 +35,7 @@ __all__ = [
     "Snapshot",
     "Timeline",
     "Trace",
+    "explain",
     "fit_formula",
     "format_bytes",
     "formulas",
@@ -51,6 +54,7 @@ __all__ = [
 _HOME: Final = {
     "Allocator": "allocator",
     "DataDependentShape": "values",
+    "Explanation": "explain",
     "Leaks": "leaks",
     "Ledger": "audit",
     "Measurement": "measure",
@@ -58,6 +62,7 @@ _HOME: Final = {
     "Snapshot": "snapshot",
     "Timeline": "timeline",
     "Trace": "trace",
+    "explain": "explain",
     "fit_formula": "fit",
     "format_bytes": "units",
     "leaks": "leaks",

@@ -1,4 +1,4 @@
-"""The command line: `everybyte trace MODULE:FUNCTION`, `snapshot FILE`, `audit [LEDGER ...]`, `sweep`, `record`.
+"""The command line: `everybyte trace MODULE:FUNCTION`, `explain`, `snapshot FILE`, `audit`, `sweep`, `record`.
 
 A thin face of the library; the book's page `cli` says what its JSON holds. Exit codes: 0 done, 1 the answer is no, 2
 bad input, 3 cannot say; any but 0 comes with one line on stderr that says what is wrong and how to mend it. What each
@@ -21,7 +21,7 @@ from .commands import BAD_INPUT, Stop
 from .commands.text import LONGEST_LINE
 from .names import printable
 
-COMMANDS: Final = {"trace": True, "snapshot": False, "audit": True, "sweep": False, "record": True}
+COMMANDS: Final = {"trace": True, "explain": False, "snapshot": False, "audit": True, "sweep": False, "record": True}
 """Each command, and whether it needs torch."""
 
 TORCH: Final = (2, 11)
