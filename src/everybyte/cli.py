@@ -1,4 +1,4 @@
-"""The command line: `everybyte trace MODULE:FUNCTION`, `explain`, `snapshot FILE`, `audit`, `sweep`, `record`.
+"""The command line: `everybyte trace MODULE:FUNCTION`, `run`, `explain`, `snapshot FILE`, `audit`, `sweep`, `record`.
 
 A thin face of the library; the book's page `cli` says what its JSON holds. Exit codes: 0 done, 1 the answer is no, 2
 bad input, 3 cannot say; any but 0 comes with one line on stderr that says what is wrong and how to mend it. What each
@@ -21,7 +21,15 @@ from .commands import BAD_INPUT, Stop
 from .commands.text import LONGEST_LINE
 from .names import printable
 
-COMMANDS: Final = {"trace": True, "explain": False, "snapshot": False, "audit": True, "sweep": False, "record": True}
+COMMANDS: Final = {
+    "trace": True,
+    "run": False,
+    "explain": False,
+    "snapshot": False,
+    "audit": True,
+    "sweep": False,
+    "record": True,
+}
 """Each command, and whether it needs torch."""
 
 TORCH: Final = (2, 11)
@@ -39,13 +47,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv = sys.argv[1:] if argv is None else argv
         args = _parser(argv[0] if argv and argv[0] in COMMANDS else None).parse_args(argv)
         answer, lines, stop = args.command(args)
-        _print(json.dumps(answer, indent=1, allow_nan=False) if args.json else "\n".join(lines), sys.stdout)
+        if answer:
+            _print(json.dumps(answer, indent=1, allow_nan=False) if args.json else "\n".join(lines), sys.stdout)
     except Stop as ended:
         stop = ended
     except KeyboardInterrupt:
         stop = Stop(130, "interrupted")
     if stop is None:
         return 0
+    if not isinstance(stop, Stop):
+        raise stop
     _print(f"everybyte: {printable(str(stop), LONGEST_LINE)}", sys.stderr)
     return stop.code
 
@@ -77,7 +88,9 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
             commands.add_parser(name, help=lacking)
         else:
             module = import_module(f".commands.{name}", __package__)
-            module.add(commands).add_argument("--json", action="store_true", help="print one JSON object")
+            added = module.add(commands)
+            if name != "run":  # what it prints is the script's
+                added.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 

@@ -240,7 +240,8 @@ def _levers(levers: Sequence[Mapping[str, Any]] | None) -> Iterator[Markup]:
 def _of_recording(answer: Mapping[str, Any], timeline: Timeline) -> Iterator[Markup]:
     recorded, live = answer["recorded"], answer["live_at_peak"]
     failures = answer["out_of_memory"]
-    what = answer["file"]
+    watched = answer.get("run", {})
+    what = watched.get("script", answer["file"])
     headline = "ran out of memory" if failures else f"peak {amount(recorded['peak_allocated'])}"
     yield join(f"{headline}: {what}")
     largest = live[0] if live else {"line": "", "op": "", "bytes": 0}
@@ -267,6 +268,7 @@ def _of_recording(answer: Mapping[str, Any], timeline: Timeline) -> Iterator[Mar
         tag("h1", headline, class_="wrong" if failures else None),
         tag("p", lead, class_="lead"),
         *([tag("p", f"Before it, {len(failures) - 1:,} other requests failed.")] if len(failures) > 1 else []),
+        *_watched(watched),
         _facts(facts),
     )
     yield from _life(timeline, failures[-1]["reserved"] + failures[-1]["free"] if failures else None)
@@ -308,6 +310,21 @@ def _of_recording(answer: Mapping[str, Any], timeline: Timeline) -> Iterator[Mar
     exact = answer["allocations"] - answer["address_mismatches"]
     notes = [f"{exact:,} of {answer['allocations']:,} allocations lie where the allocator's rules put them."]
     yield from _notes({"How far the rules agree": [*notes, *answer["left_out"], *answer["as_recorded"]]})
+
+
+def _watched(run: Mapping[str, Any]) -> Iterator[Markup]:
+    """What was seen of the process beside the recording."""
+    if not run:
+        return
+    kept = "from its first use of the GPU on" if run["whole"] else f"of its latest {run['most_events']:,} events"
+    yield tag("p", f"The program ended: {run['ended']}. What follows is {kept}.")
+    for gpu in run["gpus"]:
+        yield tag(
+            "p",
+            f"Over the whole run {gpu['name']}, of {amount(gpu['total'])}, had at most ",
+            f"{amount(gpu['peak_allocated'])} allocated and {amount(gpu['peak_reserved'])} reserved.",
+        )
+    yield tag("p", f"Snapshots and reports took {run['seconds']:.1f} s of its time.", class_="about")
 
 
 def _failure(failed: Mapping[str, Any]) -> str:

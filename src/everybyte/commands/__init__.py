@@ -30,8 +30,8 @@ class Stop(Exception):
         self.code = code
 
 
-Answer = tuple[dict[str, Any], Iterable[str], Stop | None]
-"""The JSON, the lines for a person, and why it is no plain yes."""
+Answer = tuple[dict[str, Any], Iterable[str], BaseException | None]
+"""The JSON, the lines for a person, and why it is no plain yes: a `Stop`, or what a script ended with."""
 
 
 @contextmanager
