@@ -89,7 +89,7 @@ def test_a_run_that_ends_leaves_a_snapshot_and_its_reports(watching):
     assert answer["run"] | {"seconds": 0} == {
         "script": "train.py",
         "arguments": ["--lr", "1"],
-        "ended": "at its last line",
+        "ended": "without an error",
         "failures": 0,
         "most_events": watch.EVENTS,
         "whole": True,

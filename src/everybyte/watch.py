@@ -25,6 +25,8 @@ from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any, Final
 
+from .names import printable
+
 EVENTS: Final = 100_000
 """Of each GPU's history the latest are kept; each costs some KB of the host's memory (`torch/cuda/memory.py`)."""
 
@@ -89,14 +91,15 @@ class Watch:
         watch = Watch("everybyte-run")
         watch.begin()
         ...                                 # the program
-        print("\\n".join(watch.finish()))
+        watch.tell()
 
     A request that fails leaves `out-of-memory.pickle` at once, the end `end.pickle`, unless the program ended with such
     a failure. `finish` adds to each a report for people, `.html` and `.txt`, and one for programs, `.json`. A process
-    that ends without `finish` finishes as it exits.
+    that ends without it does so as it exits.
 
     Args:
-        folder: Where to; it is made, and a watch's own files from before are removed from it.
+        folder: Where to; it is made, and a watch's own files from before are removed from it. A launcher's processes
+            each have one in it, by their rank.
         events: Of each GPU's history as many are kept.
 
     Attributes:
@@ -109,7 +112,9 @@ class Watch:
     """
 
     def __init__(self, folder: str | Path = "everybyte-run", events: int = EVENTS) -> None:
-        self.folder, self.events = Path(folder).absolute(), events
+        rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK"))
+        self.folder = Path(folder, *([f"rank-{rank}"] if rank else [])).absolute()
+        self.events = events
         self.folder.mkdir(parents=True, exist_ok=True)
         for kind in (RAN_OUT, AT_END):
             for suffix in ("pickle", "html", "txt", "json"):
@@ -149,6 +154,14 @@ class Watch:
             if (self.folder / f"{kind}.pickle").is_file():
                 lines += self._timed(lambda kind=kind: self._report(kind, known)) or []
         return [*lines, *self.troubles]
+
+    def tell(self, ended_with: BaseException | None = None, **known: Any) -> None:
+        """`finish`, and its lines on the error output."""
+        for line in self.finish(ended_with, **known):
+            print(f"everybyte: {printable(line, 1_000)}", file=sys.stderr, flush=True)
+
+    def _at_exit(self) -> None:
+        self.tell(getattr(sys, "last_value", None))  # what the interpreter has just printed
 
     # -- what PyTorch calls --------------------------------------------------------------------------------------------
 
@@ -213,7 +226,7 @@ class Watch:
             ]
 
         return {
-            "ended": "at its last line" if ended_with is None else f"{type(ended_with).__name__}: {ended_with}"[:1_000],
+            "ended": "without an error" if ended_with is None else f"{type(ended_with).__name__}: {ended_with}"[:1_000],
             "failures": self.failures,
             "most_events": self.events,
             "torch": metadata.version("torch"),
@@ -236,7 +249,3 @@ class Watch:
         ):
             base.with_suffix(suffix).write_text(text, encoding="utf-8", errors="backslashreplace")
         return [f"{'where memory ran out' if kind == RAN_OUT else 'at the end'}: {base.with_suffix('.html')}"]
-
-    def _at_exit(self) -> None:
-        for line in self.finish():
-            print(f"everybyte: {line}", file=sys.stderr)

@@ -7,13 +7,11 @@ the script and the interpreter print.
 from __future__ import annotations
 
 import argparse
-import os
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from .. import as_main, watch
-from ..names import printable
 from . import BAD_INPUT, Answer, Stop
 
 
@@ -47,22 +45,16 @@ def _answer(args: argparse.Namespace) -> Answer:
         raise Stop(BAD_INPUT, lacking)
     if not Path(args.script).is_file():
         raise Stop(BAD_INPUT, f"there is no file {args.script}")
-    rank = os.environ.get("RANK")  # a launcher's process writes beside the others
-    folder = Path(args.out or "everybyte-run", *([f"rank-{rank}"] if rank else []))
+    folder = args.out or "everybyte-run"
     try:
         watching = watch.Watch(folder, args.events or watch.EVENTS)
     except OSError as error:
         raise Stop(BAD_INPUT, f"{folder} cannot be written: {error.strerror or error}") from None
     watching.begin()
     ended = as_main.run(args.script, args.arguments)
-    lines = watching.finish(ended, script=args.script, arguments=args.arguments)
-
-    def say() -> None:
-        for line in lines:
-            print(f"everybyte: {printable(line, 1_000)}", file=sys.stderr, flush=True)
-
+    tell = partial(watching.tell, ended, script=args.script, arguments=args.arguments)
     if ended is None or isinstance(ended, SystemExit):
-        say()
+        tell()
     else:
-        as_main.leaving(ended, say)
+        as_main.leaving(ended, tell)
     return {}, (), ended
