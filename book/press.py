@@ -298,13 +298,10 @@ def drop_answers(pages: Path) -> None:
     for path, notebook in notebooks.items():
         for section, cell in by_section(notebook):
             if cell.cell_type == "code":
-                computes = section == "Exercises"
-                cell.outputs = [
-                    output
-                    for output in cell.outputs
-                    if (not computes if (name := glued(output)) is None else name in shown)
-                ]
-                if computes:
+                answers = section == "Exercises"
+                kept = shown if answers else {None, *shown}
+                cell.outputs = [output for output in cell.outputs if glued(output) in kept]
+                if answers:
                     cell.source = "# Here the answers are computed. They are left out of this build."
                     cell.metadata.tags = [*cell.metadata.get("tags", []), "remove-cell"]
         nbformat.write(notebook, path)
