@@ -8,7 +8,7 @@ from pathlib import Path
 import nbformat
 import pytest
 import yaml
-from press import BOOK, VOLATILE_TAGS, as_source, launchable, read_source
+from press import ANSWER, BOOK, PASTED, VOLATILE_TAGS, as_source, by_section, glued, launchable, read_source
 
 SOURCES = BOOK.sources()
 
@@ -115,6 +115,19 @@ def test_two_to_four_exercises_have_a_number_that_was_computed_in_their_folded_a
     answers = [text.partition("{dropdown} Answer\n")[2] for _, _, text in exercises]
     complete = len(numbers) in EXERCISES and numbers == [*range(1, len(numbers) + 1)]
     agreed("exercises", source, complete and all("{glue:text}" in answer for answer in answers), answers)
+
+
+@chapters
+def test_what_only_a_folded_answer_shows_is_computed_under_the_exercises(source):
+    text = prose(source)
+    answers = set(PASTED.findall(text)) - set(PASTED.findall(ANSWER.sub("", text)))
+    early = [
+        (section, name)
+        for section, cell in by_section(stored(source))
+        for name in map(glued, cell.get("outputs", []))
+        if name in answers and section != "Exercises"
+    ]
+    assert not early, "a build without the answers would keep the cell"
 
 
 @chapters
