@@ -89,7 +89,7 @@ def test_a_training_that_ends_leaves_a_report_of_its_end(train, gpu, tmp_path, c
     train(Net(), callback, tmp_path)
     answer = json.loads((tmp_path / "reports" / "end.json").read_text())
     assert (answer["run"]["ended"], answer["run"]["most_events"]) == ("without an error", 500)
-    assert f"everybyte: at the end: {tmp_path / 'reports' / 'end.html'}" in capfd.readouterr().err
+    assert f": {tmp_path / 'reports' / 'end.html'}\n" in capfd.readouterr().err
     assert not (tmp_path / "reports" / "out-of-memory.html").exists()
 
 

@@ -83,7 +83,8 @@ def test_the_history_is_bounded_has_stacks_of_python_and_begins_when_cuda_does(w
 def test_a_run_that_ends_leaves_a_snapshot_and_its_reports(watching):
     _, watched = watching()
     (line,) = watched.finish(script="train.py", arguments=["--lr", "1"])
-    assert line == f"at the end: {watched.folder / 'end.html'}"
+    end = watched.folder / "end.html"
+    assert line == f"out of memory, demand: 31.5 MB asked for by train.py:4, 94.4 MB of 105 MB allocated: {end}"
     assert written(watched) == {name for name in FILES if name.startswith("end.")}
     answer = answer_of(watched, "end")
     assert answer["run"] | {"seconds": 0} == {
@@ -106,7 +107,8 @@ def test_running_out_leaves_the_snapshot_of_that_moment_and_says_who_asked(watch
     gpu.fail()
     assert written(watched) == {"out-of-memory.pickle"}  # at once: who knows what comes
     (line,) = watched.finish(torch.cuda.OutOfMemoryError(MESSAGE))
-    assert line == f"where memory ran out: {watched.folder / 'out-of-memory.html'}"
+    assert line.startswith("out of memory, demand: 31.5 MB asked for by train.py:4")
+    assert line.endswith(f": {watched.folder / 'out-of-memory.html'}")
     assert written(watched) == {name for name in FILES if name.startswith("out-of-memory.")}
     answer = answer_of(watched, "out-of-memory")
     (failed,) = answer["out_of_memory"]
@@ -142,7 +144,7 @@ def test_what_fails_in_watching_is_said_and_nothing_else_is_lost(watching, monke
 
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", broken)
     report, trouble = watched.finish()
-    assert report.startswith("where memory ran out")
+    assert report.startswith("out of memory, demand")
     assert trouble == "watching met RuntimeError: an illegal memory access was encountered"
 
 
@@ -250,7 +252,8 @@ def test_a_script_that_runs_out_of_memory_leaves_a_report_and_its_own_traceback(
     assert first == "Traceback (most recent call last):"
     assert "as_main" not in done.stderr
     assert MESSAGE in done.stderr
-    assert last == f"everybyte: where memory ran out: {tmp_path / 'reports' / 'out-of-memory.html'}"
+    assert last.startswith("everybyte: out of memory, demand: 31.5 MB asked for by train.py:4")
+    assert last.endswith(f": {tmp_path / 'reports' / 'out-of-memory.html'}")
     assert {path.name for path in (tmp_path / "reports").iterdir()} == {n for n in FILES if n.startswith("out")}
 
 

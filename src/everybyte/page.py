@@ -29,6 +29,12 @@ MOST: Final = 12  # rows of a table
 LONGEST: Final = 160  # letters of a name
 _OUTSIDE: Final = "(outside any module)"
 _KEPT: Final = ("torch", "plain PyTorch"), ("transformers", "Hugging Face"), ("lightning", "Lightning")
+_HELPS: Final = {
+    "demand": "The tensors themselves do not fit: make the batch smaller, recompute activations, or use a larger card.",
+    "fragmentation": "What is free lies in pieces: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.",
+    "limit": "The driver still had memory, and the process was refused it: raise its limit, such as "
+    "torch.cuda.set_per_process_memory_fraction.",
+}
 _TONES: Final = {"fits": "good", "tight": "unsure", "does not fit": "wrong", "cannot say": "unsure"}
 
 
@@ -242,6 +248,7 @@ def _of_recording(answer: Mapping[str, Any], timeline: Timeline) -> Iterator[Mar
     failures = answer["out_of_memory"]
     watched = answer.get("run", {})
     what = watched.get("script", answer["file"])
+    reserved = amount(recorded["peak_reserved"])
     headline = "ran out of memory" if failures else f"peak {amount(recorded['peak_allocated'])}"
     yield join(f"{headline}: {what}")
     largest = live[0] if live else {"line": "", "op": "", "bytes": 0}
@@ -255,7 +262,6 @@ def _of_recording(answer: Mapping[str, Any], timeline: Timeline) -> Iterator[Mar
     if failures:
         failed = failures[-1]
         facts = {"line that asked": join(_name(failed["line"]), tag("small", failed["op"]))} | facts
-    lead = _failure(failures[-1]) if failures else f"{amount(recorded['peak_reserved'])} were reserved for it."
     yield tag(
         "header",
         tag(
@@ -266,7 +272,7 @@ def _of_recording(answer: Mapping[str, Any], timeline: Timeline) -> Iterator[Mar
             class_="about",
         ),
         tag("h1", headline, class_="wrong" if failures else None),
-        tag("p", lead, class_="lead"),
+        *(_failure(failures[-1]) if failures else [tag("p", f"{reserved} were reserved for it.", class_="lead")]),
         *([tag("p", f"Before it, {len(failures) - 1:,} other requests failed.")] if len(failures) > 1 else []),
         *_watched(watched),
         _facts(facts),
@@ -317,7 +323,7 @@ def _watched(run: Mapping[str, Any]) -> Iterator[Markup]:
     if not run:
         return
     kept = "from its first use of the GPU on" if run["whole"] else f"of its latest {run['most_events']:,} events"
-    yield tag("p", f"The program ended: {run['ended']}. What follows is {kept}.")
+    yield tag("p", "The program ended ", _ended(run["ended"]), f"; the history is {kept}.")
     for gpu in run["gpus"]:
         yield tag(
             "p",
@@ -327,11 +333,18 @@ def _watched(run: Mapping[str, Any]) -> Iterator[Markup]:
     yield tag("p", f"Snapshots and reports took {run['seconds']:.1f} s of its time.", class_="about")
 
 
-def _failure(failed: Mapping[str, Any]) -> str:
-    asked, room = amount(failed["requested"]), failed["reserved"] + failed["free"]
+def _ended(how: str) -> object:
+    return how if how == "without an error" else join("with ", tag("code", how))
+
+
+def _failure(failed: Mapping[str, Any]) -> Iterator[Markup]:
+    """The request that failed: in short, what would help, and all of it."""
+    room = amount(failed["reserved"] + failed["free"])
+    held = f"{amount(failed['requested'])} were asked for when {amount(failed['allocated'])} of {room} were allocated: "
+    yield tag("p", held, tag("strong", failed["cause"]), ".", class_="lead")
+    yield tag("p", _HELPS[failed["cause"]])
     said = str(OutOfMemory(**{key: value for key, value in failed.items() if key not in ("op", "line")}))
-    held = f"{asked} were asked for when {amount(failed['allocated'])} of {amount(room)} were allocated"
-    return f"{held}. {said[:1].upper()}{said[1:]}."
+    yield tag("details", tag("summary", "The request that failed"), tag("p", f"{said}."))
 
 
 # -- parts of both -----------------------------------------------------------------------------------------------------
@@ -402,7 +415,7 @@ def _growth(rows: Sequence[Mapping[str, Any]]) -> Iterator[Markup]:
     if not rows:
         return
     yield tag("h2", "Growth per step")
-    yield tag("p", "The first step leaves the optimizer's state behind. What later steps leave behind is a leak.")
+    yield tag("p", "A first step may leave the optimizer's state behind. What later steps leave behind is a leak.")
     cells = [(str(row["step"]), *(_exact(row[key]) for key in ("start", "peak", "end", "growth"))) for row in rows]
     yield _table(("step", "live at its start", "its peak", "live at its end", "growth, bytes"), cells)
 

@@ -82,7 +82,9 @@ def life(timeline: Timeline, width: int, limit: int | None = None) -> Markup:
         below = below - curve
     if limit is not None:
         lines.append(tag("line", x1=_LEFT, x2=width - _RIGHT, y1=y(limit), y2=y(limit), class_="limit"))
-        lines.append(tag("text", f"a process can have {amount(limit)}", x=_LEFT + 4, y=y(limit) - 4, class_="limit"))
+        lines.append(
+            tag("text", f"a process can have {amount(limit)}", x=_LEFT + 4, y=round(y(limit) + 13, 1), class_="limit")
+        )
     return tag(
         "svg",
         tag("title", "Live bytes over the run"),

@@ -248,4 +248,16 @@ class Watch:
             (".html", page.html(answer, account.timeline)),
         ):
             base.with_suffix(suffix).write_text(text, encoding="utf-8", errors="backslashreplace")
-        return [f"{'where memory ran out' if kind == RAN_OUT else 'at the end'}: {base.with_suffix('.html')}"]
+        return [f"{self._gist(answer)}: {base.with_suffix('.html')}"]
+
+    @staticmethod
+    def _gist(answer: dict[str, Any]) -> str:
+        from .figures import amount
+
+        if not answer["out_of_memory"]:
+            peak = answer["recorded"]
+            return f"peak {amount(peak['peak_allocated'])} allocated, {amount(peak['peak_reserved'])} reserved"
+        failed = answer["out_of_memory"][-1]
+        held = f"{amount(failed['allocated'])} of {amount(failed['reserved'] + failed['free'])} allocated"
+        who = f" by {failed['line']}" if failed["line"] else ""
+        return f"out of memory, {failed['cause']}: {amount(failed['requested'])} asked for{who}, {held}"
