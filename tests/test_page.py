@@ -300,7 +300,7 @@ def test_a_card_is_drawn_to_scale_and_what_a_process_cannot_have_of_it_too():
     assert found == {"room": (0, 1000), "kind-parameter": (0, 300), "kind-rest": (300, 200), "context": (800, 200)}
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(timelines())
 def test_any_run_is_drawn_in_well_formed_pictures_none_of_which_leaves_its_frame(run):
     if not run.peak_bytes:
@@ -396,7 +396,7 @@ def test_no_name_can_make_a_page_do_or_fetch_anything(traced, recorded, name):
         assert json.loads(read.texts["script"]) == answer
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(st.text(), st.text())
 def test_text_stays_text_in_elements_and_in_attributes(inside, attribute):
     read = Reader(tag("p", inside, title=attribute))

@@ -179,7 +179,7 @@ class Watch:
         torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=self.events)
         torch._C._cuda_attach_out_of_memory_observer(self._failed)
 
-    def _failed(self, device: int, requested: int, allocated: int, free: int) -> None:
+    def _failed(self, device: int, requested: int, total: int, free: int) -> None:
         """A request failed. The allocator's lock is not held (`CUDACachingAllocator.cpp`, `malloc`)."""
         if self._finished:
             return
