@@ -44,9 +44,9 @@ class RecordedGPU(FakeGPU):
         for call, _ in self.waiting:
             call()
 
-    def fail(self):
+    def fail(self, device=0):
         for observer in self.observers:
-            observer(0, 30 * 2**20, 90 * 2**20, 2**20)
+            observer(device, 30 * 2**20, 100 * 2**20, 2**20)
 
     def snapshot(self):
         self.snapshots += 1

@@ -23,6 +23,7 @@ from test_page import check
 from everybyte import plain_pickle, watch
 from everybyte.allocator import Allocator
 from everybyte.cli import main
+from everybyte.timeline import Recorder
 from everybyte.units import MiB
 from everybyte.watch import Watch, when_imported
 
@@ -81,7 +82,8 @@ def test_the_history_is_bounded_has_stacks_of_python_and_begins_when_cuda_does(w
 
 
 def test_a_run_that_ends_leaves_a_snapshot_and_its_reports(watching):
-    _, watched = watching()
+    gpu, watched = watching()
+    gpu.peak, gpu.reserved = 90 * MiB, 92 * MiB
     (line,) = watched.finish(script="train.py", arguments=["--lr", "1"])
     end = watched.folder / "end.html"
     assert line == f"out of memory, demand: 31.5 MB asked for by train.py:4, 94.4 MB of 105 MB allocated: {end}"
@@ -95,7 +97,9 @@ def test_a_run_that_ends_leaves_a_snapshot_and_its_reports(watching):
         "most_events": watch.EVENTS,
         "whole": True,
         "torch": torch.__version__,
-        "gpus": [{"name": "NVIDIA RTX A4000", "total": 16 * 10**9, "peak_allocated": 0, "peak_reserved": 0}],
+        "gpus": [
+            {"name": "NVIDIA RTX A4000", "total": 16 * 10**9, "peak_allocated": 90 * MiB, "peak_reserved": 92 * MiB}
+        ],
         "seconds": 0,
     }
     assert answer["run"]["seconds"] > 0
@@ -117,6 +121,19 @@ def test_running_out_leaves_the_snapshot_of_that_moment_and_says_who_asked(watch
     text = (watched.folder / "out-of-memory.txt").read_text()
     assert "asked for by train.py:4 forward" in text
     assert "ran out of memory" in (watched.folder / "out-of-memory.html").read_text()
+
+
+def test_of_several_gpus_the_one_that_ran_out_is_reported(watching, tmp_path):
+    recorder = Recorder()
+    for device, sizes in {"cuda:0": [MiB] * 9, "cuda:1": [30 * MiB, 60 * MiB, 30 * MiB]}.items():
+        for size in sizes:
+            recorder.alloc(size, device=device)
+    path = tmp_path / "two.pickle"
+    recorder.finish({}).to_snapshot(path, Allocator(total=100 * MiB))
+    gpu, watched = watching(path)
+    gpu.fail(device=1)
+    watched.finish()
+    assert (answer_of(watched, "out-of-memory")["device"], answer_of(watched, "end")["device"]) == (1, 0)
 
 
 def test_a_failure_that_the_program_catches_is_reported_beside_the_end(watching):

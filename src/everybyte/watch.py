@@ -124,6 +124,7 @@ class Watch:
         self.seconds = 0.0
         self._process = os.getpid()
         self._rest_until = 0.0
+        self._ran_out_on: int | None = None
         self._finished = False
 
     def begin(self) -> None:
@@ -187,6 +188,7 @@ class Watch:
         began = time.monotonic()
         if began >= self._rest_until:
             self._snapshot(RAN_OUT)
+            self._ran_out_on = device
             ended = time.monotonic()
             self._rest_until = ended + REST * (ended - began)
 
@@ -223,6 +225,7 @@ class Watch:
                     "peak_reserved": torch.cuda.max_memory_reserved(device),
                 }
                 for device in range(torch.cuda.device_count())
+                if torch.cuda.max_memory_reserved(device)
             ]
 
         return {
@@ -238,7 +241,7 @@ class Watch:
         from .account import Account
 
         base, began = self.folder / kind, time.monotonic()
-        account = Account.read(base.with_suffix(".pickle"))
+        account = Account.read(base.with_suffix(".pickle"), self._ran_out_on if kind == RAN_OUT else None)
         seconds = self.seconds + time.monotonic() - began
         run = {**known, "whole": account.answer["events"] < self.events, "seconds": round(seconds, 3)}
         answer = {**account.answer, "run": run}
