@@ -3,6 +3,7 @@
 import json
 import re
 from fractions import Fraction
+from unicodedata import normalize
 
 import pytest
 from claims_page import PAGE, audited, page
@@ -262,7 +263,7 @@ def test_every_verdict_is_used_and_every_proof_is_a_section_of_a_chapter(finding
     rows = [finding for found in findings.values() for finding in found]
     assert {finding.verdict for finding in rows} == set(VERDICTS)
     headings = {
-        f"{path.stem}#{re.sub(r'[^a-z0-9]+', '-', heading.lower()).strip('-').lstrip('0123456789-')}"
+        f"{path.stem}#{re.sub(r'[^a-z0-9]+', '-', normalize('NFKD', heading.lower())).strip('-').lstrip('0123456789-')}"
         for path in (ROOT / "notebooks").glob("*.md")
         for heading in re.findall(r"^## (.+)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     }
