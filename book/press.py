@@ -252,11 +252,13 @@ def stage(book: Book, target: Path, notebooks: Path) -> None:
     target.mkdir(parents=True)
     for name in ("_config.yml", "_toc.yml"):
         shutil.copy(book.root / name, target)
-    tools = shutil.ignore_patterns("__pycache__", "press.py", "*_page.py", "found.py", "screenshots*", "calculator.py")
-    shutil.copytree(book.root / "book", target / "book", ignore=tools)
-    from calculator import script  # imports all of the library, which the other targets do without
+    tools = ("__pycache__", "press.py", "*_page.py", "found.py", "screenshots*", "calculator.py", "messages.py")
+    shutil.copytree(book.root / "book", target / "book", ignore=shutil.ignore_patterns(*tools))
+    import calculator  # imports all of the library, which the other targets do without
+    import messages
 
-    (target / "book" / "_static" / "calculator-formulas.js").write_text(script(), encoding="utf-8")
+    for name, tool in (("calculator-formulas.js", calculator), ("explain-messages.js", messages)):
+        (target / "book" / "_static" / name).write_text(tool.script(), encoding="utf-8")
     (target / "notebooks").mkdir()
     for notebook in book.executed():
         page = with_command(nbformat.read(notebooks / notebook.name, as_version=4), notebook)

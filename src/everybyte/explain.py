@@ -39,7 +39,7 @@ _PATTERNS: Final = _TABLES["patterns"]
 
 
 def _pattern(text: str) -> re.Pattern[str]:
-    return re.compile(text.replace("{size}", _PATTERNS["size"]))
+    return re.compile(text.replace("{size}", _PATTERNS["size"]), re.ASCII)
 
 
 _STARTS: Final = {form: _pattern(text) for form, text in _TABLES["starts"].items()}
@@ -47,9 +47,9 @@ _OTHERS: Final = [(kind, who, _pattern(text)) for kind, who, text in _TABLES["me
 _LAST: Final = [(kind, who, _pattern(text)) for kind, who, text in _TABLES["messages"]["last"]]
 _FIELDS: Final = {name: _pattern(text) for name, text in _TABLES["fields"].items()}
 _PROCESS: Final = _pattern(_PATTERNS["process"])
-_PREFIX: Final = re.compile(_PATTERNS["prefix"], re.MULTILINE)
+_PREFIX: Final = re.compile(_PATTERNS["prefix"], re.MULTILINE | re.ASCII)
 _ESCAPES: Final = re.compile(_PATTERNS["escapes"])
-_INDEX, _ALLOC_CONF = (re.compile(_PATTERNS[name]) for name in ("index", "settings"))
+_INDEX, _ALLOC_CONF = (re.compile(_PATTERNS[name], re.ASCII) for name in ("index", "settings"))
 _LABELS, _MISSING, _WHY, _NEXT, _SMI = (_TABLES[name] for name in ("labels", "missing", "why", "next", "smi"))
 
 _UNITS: Final = {"bytes": 1, "K": KiB, "M": MiB, "G": GiB}
@@ -172,7 +172,7 @@ def compact(text: str) -> str:
     """A log without colours, prefixes of lines and blanks, so that it reads alike however its lines were broken."""
     if "\x1b" in text:
         text = _ESCAPES.sub("", text)
-    return "".join(_PREFIX.sub("", text).split())
+    return "".join(_PREFIX.sub("", text.replace("\r", "\n")).split())
 
 
 def _starts(plain: str) -> list[tuple[int, str]]:
