@@ -25,6 +25,7 @@ COMMANDS: Final = {
     "trace": True,
     "run": False,
     "explain": False,
+    "diff": False,
     "snapshot": False,
     "audit": True,
     "sweep": False,
