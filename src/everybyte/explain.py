@@ -117,7 +117,7 @@ NONE: Final = Size(0, 0, "0 bytes")
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a message says, and what follows.
+    """What a message says, and what follows. Made by `explain`.
 
     Attributes:
         kind: One of `KINDS`.
@@ -147,6 +147,11 @@ class Explanation:
 
 def explain(text: str, gpu: GPU | str | None = None) -> Explanation | None:
     """Explains the first out-of-memory message in a text; None if it has none that is known.
+
+        >>> log = "CUDA out of memory. Tried to allocate 36.70 GiB. GPU 0 has a total capacity of 15.89 GiB of which 14.94 "
+        >>> found = eb.explain(log + "GiB is free.")
+        >>> found.kind, found.sizes["total"].least
+        ('one tensor', 17056388875)
 
     Args:
         text: A log, or part of one: colours, prefixes of ranks and broken lines are seen through.
