@@ -148,8 +148,8 @@ class Explanation:
 def explain(text: str, gpu: GPU | str | None = None) -> Explanation | None:
     """Explains the first out-of-memory message in a text; None if it has none that is known.
 
-        >>> log = "CUDA out of memory. Tried to allocate 36.70 GiB. GPU 0 has a total capacity of 15.89 GiB of which 14.94 "
-        >>> found = eb.explain(log + "GiB is free.")
+        >>> log = "CUDA out of memory. Tried to allocate 36.70 GiB. GPU 0 has a total capacity of 15.89 GiB of which "
+        >>> found = eb.explain(log + "14.94 GiB is free.")
         >>> found.kind, found.sizes["total"].least
         ('one tensor', 17056388875)
 
