@@ -238,7 +238,7 @@ const explainMessage = (() => {
     };
     const shown = { ...sizes };
     if (sizes.allocated) shown.live = sizes.private ? sizes.allocated.minus(sizes.private) : sizes.allocated;
-    const also = like.length ? `, as ${like.map((gpu) => gpu.key).join(", ")}` : "";
+    const also = like.length ? ` (${like.map((gpu) => gpu.key).join(", ")})` : "";
     const rows = Object.entries(M.labels).filter(([name]) => shown[name])
       .map(([name, label]) => [label, `${shown[name]}${name === "total" ? also : ""}`]);
     return {

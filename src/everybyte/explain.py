@@ -384,7 +384,7 @@ def _of_an_allocator(message: Message, thought: GPU | None, more: int) -> Explan
         shown["live"] = sizes["allocated"] - sizes["private"] if "private" in sizes else sizes["allocated"]
     rows = {label: str(shown[name]) for name, label in _LABELS.items() if name in shown}
     if near:
-        rows[_LABELS["total"]] += f", as {', '.join(gpu.key for gpu in near)}"
+        rows[_LABELS["total"]] += f" ({', '.join(gpu.key for gpu in near)})"
     return Explanation(
         kind=kind,
         possible=possible,
