@@ -117,7 +117,7 @@ def _of_trace(answer: Mapping[str, Any], timeline: Timeline) -> Iterator[Markup]
     )
     yield from _largest(answer.get("largest"))
     yield from _levers(answer.get("levers"))
-    yield from _life(timeline, answer["gpu"]["usable_at_most"])
+    yield from _life(timeline, gpu["usable_at_least"])
     if timeline.peak_bytes:
         yield tag("h2", "The peak by module")
         yield tag(
@@ -456,7 +456,7 @@ def _with_shares(rows: Iterable[tuple[Any, ...]], most: int = MOST) -> list[tupl
         (
             *names,
             amount(nbytes),
-            join(svg.bar(nbytes / total), f" {nbytes / total:.1%}"),
+            join(svg.bar(nbytes / total), tag("span", f"{nbytes / total:.1%}", class_="share")),
             _exact(nbytes),
             _number(count),
         )
