@@ -22,7 +22,7 @@ PICTURES = Path(__file__).with_name("_static") / "screenshots"
 SHOTS = {
     "front": ("book/start_here.html", "h1"),
     "peak": ("notebooks/04_tft_step.html", "figure"),
-    "layer": ("notebooks/11_one_layer.html", "#the-norms"),
+    "layer": ("notebooks/11_one_layer.html", "#the-norms-keep-the-residual-stream-twice"),
 }
 """For each picture the page, and what of it stands at the top."""
 
