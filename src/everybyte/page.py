@@ -284,7 +284,7 @@ def _of_recording(answer: Mapping[str, Any], timeline: Timeline) -> Iterator[Mar
         _with_shares(
             [
                 (
-                    _name(r["line"], "(no stack recorded)"),
+                    _name(r["line"], _no_stack(r)),
                     _name(r["op"]),
                     r["bytes"],
                     r["allocations"],
@@ -316,6 +316,10 @@ def _of_recording(answer: Mapping[str, Any], timeline: Timeline) -> Iterator[Mar
     exact = answer["allocations"] - answer["address_mismatches"]
     notes = [f"{exact:,} of {answer['allocations']:,} allocations lie where the allocator's rules put them."]
     yield from _notes({"How far the rules agree": [*notes, *answer["left_out"], *answer["as_recorded"]]})
+
+
+def _no_stack(row: Mapping[str, Any]) -> str:
+    return f"(no stack recorded, {row['bytes'] // row['allocations']:,} B each)"
 
 
 def _watched(run: Mapping[str, Any]) -> Iterator[Markup]:
