@@ -13,19 +13,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from operator import methodcaller
-from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
 from .grid import SweepError
 
 PATIENCE = 10.0  # seconds, for a scheduler
-_PRELOAD: Final = f"""
-import os, sys, types
-os.setpgrp()  # Ctrl-C is for the process that ends this one
-sys.modules["everybyte"] = types.ModuleType("everybyte")  # `sweep` alone: the whole of it takes seconds, and torch
-sys.modules["everybyte"].__path__ = [{str(Path(__file__).parents[1])!r}]
-"""
+_PRELOAD: Final = "import os; os.setpgrp()  # Ctrl-C is for the process that ends this one"
 
 
 @contextmanager
