@@ -187,8 +187,9 @@ def test_files_of_an_earlier_watch_are_removed_and_no_others(tmp_path):
 
 
 def test_a_forked_child_writes_nothing(watching, monkeypatch):
-    _, watched = watching()
+    gpu, watched = watching()
     monkeypatch.setattr(os, "getpid", lambda: -1)
+    gpu.fail()
     assert watched.finish() == []
     assert written(watched) == set()
     monkeypatch.undo()

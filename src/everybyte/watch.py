@@ -139,7 +139,7 @@ class Watch:
             ended_with: The exception that ended the program.
             **known: What else is known of the run, for the JSON.
         """
-        if self._finished or os.getpid() != self._process:  # a child that was forked has the parent's watch
+        if not self._is_on:
             return []
         self._finished = True
         atexit.unregister(self._at_exit)
@@ -164,6 +164,10 @@ class Watch:
     def _at_exit(self) -> None:
         self.tell(getattr(sys, "last_value", None))  # what the interpreter has just printed
 
+    @property
+    def _is_on(self) -> bool:
+        return not self._finished and os.getpid() == self._process  # a forked child has its parent's watch
+
     # -- what PyTorch calls --------------------------------------------------------------------------------------------
 
     def _torch_is_there(self) -> None:
@@ -182,7 +186,7 @@ class Watch:
 
     def _failed(self, device: int, requested: int, total: int, free: int) -> None:
         """A request failed. The allocator's lock is not held (`CUDACachingAllocator.cpp`, `malloc`)."""
-        if self._finished:
+        if not self._is_on:
             return
         self.failures += 1
         began = time.monotonic()
