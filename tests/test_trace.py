@@ -391,3 +391,15 @@ def test_a_failure_after_a_branch_on_an_unknown_value_says_where_it_was_taken():
         large = bool(loss > 9)
         assert large
     assert "does not know, at" in caught.value.__notes__[0]
+
+
+def test_a_value_dies_with_the_tensor_that_had_it():
+    """A host tensor's stand-in is gone after the op; a new tensor at its address does not have its value."""
+    host = torch.full((8,), 7.0)
+    with eb.trace(rules="cpu") as run:
+        weight = torch.randn(8)
+        for _ in range(100):
+            product = weight * host
+            assert product.sin().sum().item() == 0
+            del product
+    assert len(run.unknown_reads) == 100

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,15 +20,10 @@ class _Tracked(weakref.ref):
 
 
 class Storages:
-    """Storages by address, from their first appearance to their end.
+    """Storages by address, from their first appearance to their end."""
 
-    Args:
-        forget: Called with the address of a storage that has died.
-    """
-
-    def __init__(self, forget: Callable[[int], None]) -> None:
+    def __init__(self) -> None:
         self.recorder = Recorder()
-        self._forget = forget
         self._tracked: dict[int, _Tracked] = {}
         self._on_death = self._die  # bound once
 
@@ -63,7 +58,6 @@ class Storages:
         return {address: (event, weakref.ref(storage)) for address, event, storage in alive if storage is not None}
 
     def _die(self, tracked: _Tracked) -> None:
-        self._forget(tracked.address)
         if self._tracked.get(tracked.address) is tracked:
             del self._tracked[tracked.address]
             self.recorder.free(tracked.event)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import dis
 import linecache
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -111,38 +112,53 @@ def decide_sizes(value: Any) -> None:
             decide_sizes(part)
 
 
+class _Twin(weakref.ref):
+    """A traced storage that is alive, its address, and a real tensor in a storage that holds what it would."""
+
+    __slots__ = ("address", "real")
+
+
 class KnownValues:
-    """Real twins of small storages, by the identity of the traced storage; each a tensor in the storage that is one."""
+    """Real twins of small storages, by the address of the traced storage, each until that dies."""
 
     def __init__(self) -> None:
-        self._twins: dict[int, torch.Tensor] = {}
+        self._twins: dict[int, _Twin] = {}
 
     def __len__(self) -> int:
         return len(self._twins)
 
     def forget(self, storage: int) -> None:
-        """Drops the value of a storage that has died or been written with something unknown."""
+        """Drops the value of a storage that has been written with something unknown."""
         self._twins.pop(storage, None)
 
     def remember(self, traced: torch.Tensor, real: torch.Tensor) -> None:
         """Says what a traced storage holds, if it is small and arranged as the real one."""
         same = traced.stride() == real.stride() and traced.dtype == real.dtype
         if same and is_small(real):
-            self._twins[traced.untyped_storage()._cdata] = real.detach()
+            self._add(traced.untyped_storage(), real.detach())
 
     def copy(self, storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
         """Says that another traced storage holds what this one does."""
         if (twin := self._twins.get(storage._cdata)) is not None:
-            self._twins[other._cdata] = _in(twin.untyped_storage().clone(), twin)
+            self._add(other, _in(twin.real.untyped_storage().clone(), twin.real))
+
+    def _add(self, storage: torch.UntypedStorage, real: torch.Tensor) -> None:
+        twin = _Twin(storage, self._die)
+        twin.address, twin.real = storage._cdata, real
+        self._twins[twin.address] = twin
+
+    def _die(self, twin: Any) -> None:
+        if self._twins.get(twin.address) is twin:  # or another storage has taken the address since
+            del self._twins[twin.address]
 
     def twin(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A real tensor with the value of a traced one, or None if it is unknown."""
         if not tensor.is_meta:
             return tensor
         twin = self._twins.get(tensor.untyped_storage()._cdata)
-        if twin is None or _arrangement(twin) == _arrangement(tensor):
-            return twin
-        return _in(twin.untyped_storage(), tensor)
+        if twin is None or _arrangement(twin.real) == _arrangement(tensor):
+            return None if twin is None else twin.real
+        return _in(twin.real.untyped_storage(), tensor)
 
     def positions(self, indices: Any) -> list[torch.Tensor | None] | None:
         """Indices in which each mask is replaced by the positions, real ones, at which it is true.
