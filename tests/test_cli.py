@@ -204,6 +204,22 @@ def test_a_file_is_traced_as_a_module_is_and_a_function_may_run_everything_itsel
     assert found["remarks"][0] == f"--steps 7 was not used: {script}.py:alone returned no step to repeat"
 
 
+def test_after_a_script_come_its_own_arguments_and_after_a_function_more_options(script, run):
+    Path("alone.py").write_text(
+        "import sys, torch\n"
+        "if __name__ == '__main__':\n"
+        "    x = torch.zeros(len(sys.argv), device='cuda')\n"
+        "    print(torch.cuda.get_device_name(), sys.argv[1:])\n"
+    )
+    code, out, err = run("trace", "--gpu", "t4", "--json", "alone.py", "--json", "--gpu", "none", "x:y")
+    found = json.loads(out)
+    assert (code, found["peak_requested"], found["ended"]) == (0, 4 * 5, "the script's end")
+    assert err == "Tesla T4 ['--json', '--gpu', 'none', 'x:y']\n"
+    assert (found["function"], found["arguments"]) == ("alone.py", ["--json", "--gpu", "none", "x:y"])
+    for stray in (["--gpu", "t4", "x"], ["x", "--gpu", "t4"], ["--gpu", "t4", "alone.py"]):
+        refused(run("trace", f"{script}:build", *stray), "unrecognized arguments: ")
+
+
 def test_what_is_larger_than_the_gpu_does_not_fit_and_what_would_help_is_said(script, run):
     code, out, err = run("trace", f"{script}:large", "--gpu", "a4000", "--json")
     found = json.loads(out)
@@ -263,12 +279,13 @@ def test_what_cannot_be_traced_is_no_error_of_the_user(script, run, function, wh
         ("lazy.py:cancelled", "lazy.py:3: CancelledError: by hand"),
         ("training_script:on_host", "put nothing on the GPU: does it ask for device='cpu'?"),
         ("training_script:bild", "training_script has no function bild; did you mean build?"),
-        ("training_script:main", "training_script has no function main; what only runs as __main__ must go into one"),
+        ("training_script:main", "no function main; what runs as __main__ is traced as a script: everybyte trace"),
         ("needs_data.py:build", "needs_data.py:2: the code ended itself with exit code 2; it gets no arguments"),
         ("lazy.py:build", "the step of lazy.py:build is a generator or a coroutine, of which nothing has run"),
         ("lazy.py:steps", "lazy.py:steps is a generator or a coroutine, of which nothing has run"),
         (".:build", "there is no module .: run in its folder"),
-        ("training_script", "write MODULE:FUNCTION or file.py:FUNCTION"),
+        ("training_script", "write script.py ARGS, MODULE:FUNCTION or file.py:FUNCTION"),
+        ("missing.py", "there is no file missing.py"),
         ("training_skript:build", "there is no module training_skript: run in its folder"),
         ("missing.py:build", "there is no file missing.py"),
         ("needs_more.py:build", "needs_more.py:1: ModuleNotFoundError: No module named 'not_there'"),

@@ -1,4 +1,4 @@
-"""The command line: `everybyte trace MODULE:FUNCTION`, `run`, `explain`, `snapshot FILE`, `audit`, `sweep`, `record`.
+"""The command line: `everybyte trace script.py`, `run`, `explain`, `snapshot FILE`, `audit`, `sweep`, `record`.
 
 A thin face of the library; the book's page `cli` says what its JSON holds. Exit codes: 0 done, 1 the answer is no, 2
 bad input, 3 cannot say; any but 0 comes with one line on stderr that says what is wrong and how to mend it. What each

@@ -75,11 +75,12 @@ class Run(ABC):
     def _steps(self, count: int) -> Iterator[int]:
         gc.collect()
         for step in range(count):
-            self._mark_step(step)
+            self.mark_step(step)
             yield step
-        self._mark_step(count, over=True)
+        self.mark_step(count, over=True)
 
-    def _mark_step(self, step: int, *, over: bool = False) -> None:
+    def mark_step(self, step: int, *, over: bool = False) -> None:
+        """Marks where a step begins, or what comes after the last one."""
         self._begin_step(step, over=over)
         self.marks[step] = Mark(torch._C._autograd._get_sequence_nr(), resident_bytes())
 

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from .attribution import user_line
 from .kernels import META
 from .kinds import runs_own_code
+from .outlines import Outlines, is_large
 from .rules import Rules
 from .values import UnknownRead, decide_sizes
 
@@ -41,6 +42,10 @@ _READS: Final = {
     torch.Tensor.__array__: torch.Tensor.numpy,
 }
 _HOST: Final = torch.device("cpu")
+_BY_SIZE: Final = frozenset(
+    {torch.empty, torch.empty_strided, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.randint}
+)
+"""Functions that make a tensor from its size; where it is large, and on the host, its outline will do."""
 _classes_are_asked: Final = torch._C._is_torch_function_enabled
 _OPTIM: Final = str(Path(torch.optim.__file__).parent)
 _DATA: Final = str(Path(torch.utils.data.__file__).parent)
@@ -84,6 +89,7 @@ class Tracer(Protocol):
 
     unknown_reads: list[UnknownRead]
     not_covered: set[str]
+    outlines: Outlines
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a call by the path that the rules give."""
@@ -100,16 +106,24 @@ class Tracer(Protocol):
     def read_out(self, function: Any, tensor: torch.Tensor) -> Any:
         """A tensor's values, as `item`, `tolist` or `numpy` give them."""
 
+    def outline(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A new outline of a tensor, on this device."""
+
     def copy_to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A real tensor in host memory."""
+        """A tensor in host memory, an outline where its values are not known."""
 
     def copy_storage(self, tensor: torch.Tensor, op: str) -> torch.UntypedStorage:
         """A new storage with what a traced tensor's whole storage holds."""
 
 
 @contextmanager
-def shown_to(run: Tracer, rules: Rules) -> Iterator[Surface]:
-    """Puts the surface in place while the block lasts, and everything back as it was after it."""
+def shown_to(run: Tracer, rules: Rules, default: torch.device | None = None) -> Iterator[Surface]:
+    """Puts the surface in place while the block lasts, and everything back as it was after it.
+
+    Args:
+        default: Where tensors are made for which no device is named; None for the traced device, or the one that
+            `torch.device` or `torch.set_default_device` has set.
+    """
     replaced = mock.patch.object
     with ExitStack() as stack:
         for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
@@ -120,7 +134,7 @@ def shown_to(run: Tracer, rules: Rules) -> Iterator[Surface]:
             stack.enter_context(replaced(clip_grad, name, _as_on(rules.device, getattr(clip_grad, name))))
         # Checkpointing compares what it saved, seen from inside a call, with what it recomputed, seen from outside.
         stack.enter_context(mock.patch.dict(checkpoint._allowed_determinism_checks_to_fns, default=_metadata))
-        surface = Surface(run, rules)
+        surface = Surface(run, rules, default)
         hooks = torch.autograd.graph.saved_tensors_hooks
         stack.enter_context(replaced(hooks, "__init__", _under(surface, hooks.__init__)))
         stack.enter_context(replaced(forward_ad, "enter_dual_level", _noting(run, forward_ad.enter_dual_level)))
@@ -142,11 +156,13 @@ def shown_to(run: Tracer, rules: Rules) -> Iterator[Surface]:
 class Surface(TorchFunctionMode):
     """Sees each call of torch's Python face before autograd does."""
 
-    def __init__(self, run: Tracer, rules: Rules) -> None:
+    def __init__(self, run: Tracer, rules: Rules, default: torch.device | None) -> None:
         super().__init__()
         self._run = run
         self._rules = rules
-        self._default = next((mode.device for mode in _modes() if isinstance(mode, DeviceContext)), rules.device)
+        self._outlines = run.outlines
+        self._unset = rules.device if default is None else default
+        self._default = next((mode.device for mode in _modes() if isinstance(mode, DeviceContext)), self._unset)
         tensor = torch.Tensor
         self._says: dict[Any, Any] = {
             tensor.device.__get__: rules.device,
@@ -187,6 +203,9 @@ class Surface(TorchFunctionMode):
         if special is not None:
             return special(func, args, kwargs) if special is not _LOOK else func(*args, **kwargs)
         device = kwargs.get("device") if kwargs else None  # empty_like(), new_zeros(), ...
+        if device is not None and _is_meta(device):
+            with torch._C._DisableTorchDispatch():
+                return self._outlines.add(func(*args, **kwargs), META)
         if device is not None and self._is_own(device) and (_is_traced(args) or not self._rules.on_host):
             kwargs = {**kwargs, "device": META}
         return self._run.call(func, args, kwargs)
@@ -202,12 +221,18 @@ class Surface(TorchFunctionMode):
         return torch.device(named if self._rules.on_host else _numbered(self._rules.device, named))
 
     def _say(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return self._says[func] if _is_traced(args) else func(*args, **kwargs)
+        if not _is_traced(args):
+            return func(*args, **kwargs)
+        elsewhere = self._outlines.device(args[0])
+        return self._says[func] if elsewhere is None else _SAID_ELSEWHERE[func](elsewhere)
 
     def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not _is_traced(args):
             return func(*args, **kwargs)
-        if _READS[func] is torch.Tensor.numpy and not self._rules.on_host:
+        elsewhere = self._outlines.device(args[0])
+        if elsewhere == META:
+            return func(*args, **kwargs)  # which PyTorch refuses
+        if _READS[func] is torch.Tensor.numpy and not self._rules.on_host and elsewhere is None:
             raise TypeError(
                 f"{user_line()}: can't convert {self._rules.device} device type tensor to numpy. Use Tensor.cpu() to "
                 "copy the tensor to host memory first."
@@ -222,10 +247,10 @@ class Surface(TorchFunctionMode):
     def _to(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensor, *rest = args
         if rest and isinstance(rest[0], torch.Tensor):  # to(other): to its device and its dtype
-            rest = [self._rules.device if rest[0].is_meta else rest[0].device, rest[0].dtype, *rest[1:]]
+            rest = [self._place(rest[0]), rest[0].dtype, *rest[1:]]
         first = rest[0] if rest and not isinstance(rest[0], torch.dtype) else None
         named = first if first is not None else kwargs.get("device")
-        if named is None or self._device(named) == META:
+        if named is None:
             return self._run.call(func, (tensor, *rest), kwargs)
 
         def converted(tensor: torch.Tensor) -> Any:
@@ -233,10 +258,15 @@ class Surface(TorchFunctionMode):
             others = {name: here if value is named else value for name, value in kwargs.items()}
             return self._run.call(func, (tensor, *(here if value is named else value for value in rest)), others)
 
+        if self._device(named) == META:
+            return converted(tensor if self._place(tensor) == META else self._run.outline(tensor, META))
+        if self._place(tensor) == META:
+            raise RuntimeError(f"{user_line()}: Cannot copy out of meta tensor; no data! Use Module.to_empty() instead")
+        traced = tensor.is_meta and self._outlines.device(tensor) is None
         if not self._is_own(named):
             self._check_host(named)
-            return converted(self._run.copy_to_host(tensor) if tensor.is_meta else tensor)
-        if tensor.is_meta or self._rules.on_host:
+            return converted(self._run.copy_to_host(tensor) if traced else tensor)
+        if traced or self._rules.on_host:
             return converted(tensor)
         if tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(
@@ -244,6 +274,10 @@ class Surface(TorchFunctionMode):
                 "make it there, or bring it in with run.to_device(...)"
             )
         return self._run.adopt(converted(tensor), "_to_copy")  # converted on the host: `ATen/native/cuda/Copy.cu`
+
+    def _place(self, tensor: torch.Tensor) -> torch.device:
+        """The device that a tensor says it is on."""
+        return (self._outlines.device(tensor) or self._rules.device) if tensor.is_meta else tensor.device
 
     def _cuda(self, func: Any, args: Any, kwargs: Any) -> Any:
         device = args[1] if len(args) > 1 else kwargs.get("device")
@@ -281,7 +315,7 @@ class Surface(TorchFunctionMode):
 
     def set_default_device(self, device: Any) -> None:
         """`torch.set_default_device`, until the block ends; None goes back to where it began."""
-        self._default = self._rules.device if device is None else self._device(device)
+        self._default = self._unset if device is None else self._device(device)
 
     def get_default_device(self) -> torch.device:
         """`torch.get_default_device`, where none is set as on a machine whose code names this device everywhere."""
@@ -300,6 +334,10 @@ class Surface(TorchFunctionMode):
     def _backward(self, func: Any, args: Any, kwargs: Any) -> Any:
         with self:  # what Python runs inside (checkpointing, custom functions) is seen as well
             return self._run.backward(*args, **kwargs)
+
+    def makes_its_own(self) -> bool:
+        """Whether a tensor for which no device is named is on the traced device."""
+        return self._default.type == self._rules.device.type
 
     def _deepcopy(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Copies a storage once for all tensors in it, as on a real device: `torch/storage.py`, `__deepcopy__`."""
@@ -346,13 +384,19 @@ class Surface(TorchFunctionMode):
             device = self._default
         if device is not None and self._device(device) == META:  # asked for by the user: takes no memory in a real run
             with torch._C._DisableTorchDispatch():
-                return func(*args, **kwargs)
+                return self._outlines.add(func(*args, **{**kwargs, "device": META}), META)
         if device is not None and not self._is_own(device):
             self._check_host(device)
             if args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
-                return self._run.copy_to_host(args[0])
+                return self._to(torch.Tensor.to, (args[0], _HOST), {})
             with torch._C._DisableTorchDispatch():
+                if func in _BY_SIZE and not self._rules.on_host and kwargs.get("out") is None:
+                    outline = func(*args, **{**kwargs, "device": META})
+                    if is_large(outline):
+                        return self._outlines.add(outline, _HOST)
                 return func(*args, **{**kwargs, "device": _HOST})
+        if args and isinstance(args[0], torch.Tensor) and self._outlines.device(args[0]) is not None:
+            return self._to(torch.Tensor.to, (args[0], self._rules.device), {})
         if func not in _FROM_DATA or (args and isinstance(args[0], torch.Tensor) and args[0].is_meta):
             return self._run.call(func, args, {**kwargs, "device": META})
         if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves(args)):
@@ -370,6 +414,20 @@ def _deepcopied(tensor: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:
     """`Tensor.__deepcopy__`, without its own check for function modes: what it asks of the tensor, the mode answers."""
     own = vars(torch._tensor) | {"has_torch_function_unary": lambda tensor: False}
     return FunctionType(torch.Tensor.__deepcopy__.__code__, own)(tensor, memo)
+
+
+_SAID_ELSEWHERE: Final[dict[Any, Callable[[torch.device], Any]]] = {
+    torch.Tensor.device.__get__: lambda device: device,
+    torch.Tensor.is_cpu.__get__: lambda device: device.type == "cpu",
+    torch.Tensor.is_cuda.__get__: lambda device: False,
+    torch.Tensor.is_meta.__get__: lambda device: device.type == "meta",
+    torch.Tensor.get_device: lambda device: -1,
+}
+"""What an outline says of itself."""
+
+
+def _is_meta(device: Any) -> bool:
+    return isinstance(device, (str, torch.device)) and torch.device(device) == META
 
 
 def _is_traced(args: Any) -> bool:

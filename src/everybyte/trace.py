@@ -19,7 +19,7 @@ from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 
-from . import gpus, snapshot_file, values, workspace
+from . import gpus, loaders, snapshot_file, values, workspace
 from .attribution import Attribution, asking_frame, line_of_code_that, storage_of, user_frame, user_line
 from .direct import HOST, Direct, Known
 from .files import guarded
@@ -29,6 +29,7 @@ from .kinds import has_no_memory, other_kind, runs_own_code
 from .memory_stats import MemoryStats
 from .operands import Operands
 from .ops import COPY, EMPTY, ITEM, LIFT, PACK, UNSCALE, Op
+from .outlines import Outlines
 from .rules import RULES, Rules, candle, engine
 from .rules.autocast import Autocast
 from .run import Run, empty_caches_of_tensors
@@ -41,22 +42,25 @@ from .values import UNKNOWN, DataDependentShape, KnownValues, UnknownRead
 
 aten: Final = torch.ops.aten
 _INDEX: Final = aten.index.Tensor
-_ACROSS: Final = frozenset(
-    {COPY, aten._to_copy.default, _INDEX, aten._index_put_impl_.default, aten.index_put_.default}
-)
+_TO_COPY: Final = aten._to_copy.default
+_ACROSS: Final = frozenset({COPY, _TO_COPY, _INDEX, aten._index_put_impl_.default, aten.index_put_.default})
 """Ops that take a tensor from the host beside the device's own: copies, and indices (`ATen/native/IndexingUtils.h`)."""
 _HEALTHY: Final = {
     **dict.fromkeys((torch.isfinite, torch.Tensor.isfinite), True),
     **dict.fromkeys((torch.isnan, torch.Tensor.isnan, torch.isinf, torch.Tensor.isinf), False),
 }
 """Question -> its answer for every number of a training run that goes well; data that is brought in may hold others."""
+_REJECTS: Final = torch.nn.init._no_grad_trunc_normal_.__code__
+"""Draws numbers anew, those out of bounds, while there are any: twice is what its most memory takes."""
 _NO_META_KERNEL: Final = ("no fake impl registered", "INTERNAL ASSERT FAILED")
 _ACCUMULATE_GRAD: Final = torch._C._functions.AccumulateGrad
 _is_inference = torch.is_inference_mode_enabled
 _current_node = torch._C._current_autograd_node
 
 
-def trace(rules: str = "cpu", gpu: str | GPU | None = None, retention: str = "pytorch") -> Trace:
+def trace(
+    rules: str = "cpu", gpu: str | GPU | None = None, retention: str = "pytorch", default: str | None = None
+) -> Trace:
     """Runs the training code of a `with` block on the meta device and records what it would allocate.
 
         >>> with eb.trace(rules="cpu") as run:
@@ -72,14 +76,16 @@ def trace(rules: str = "cpu", gpu: str | GPU | None = None, retention: str = "py
 
     Args:
         rules: Whose kernels' rules the trace follows; "cpu" or "cuda". Under "cuda" new tensors are put on the GPU, as
-            under `with torch.device("cuda")`; what is put on the host explicitly is really there, and not counted. A
-            script that builds on the host and moves is traced so after `torch.set_default_device("cpu")`. `torch.cuda`
-            answers for the GPU, its memory statistics from the trace so far.
+            under `with torch.device("cuda")`; what is put on the host explicitly is not counted (and if it is large, as
+            a model's weights are, only its outline is there). `torch.cuda` answers for the GPU, its memory statistics
+            from the trace so far.
         gpu: The GPU to follow, by a name of `everybyte.gpus` ("a4000") or described; left out, an A100 of 80 GB. Where
             its memory is full nothing is raised: a trace goes on, to find what the code needs. Code that catches
             `OutOfMemoryError`, to find the largest batch, therefore goes another way, which `Trace.conditional` says.
         retention: What is kept for the backward pass: what the gradients' formulas need, as "pytorch" does, or every
             operand of every recorded operation, composed as "candle" composes it (`everybyte.rules.candle`).
+        default: The device of new tensors for which none is named, "cpu" for a script that builds on the host and
+            moves; left out, the traced one.
 
     Raises:
         TypeError: If `gpu` is neither a name nor a `GPU`.
@@ -93,7 +99,8 @@ def trace(rules: str = "cpu", gpu: str | GPU | None = None, retention: str = "py
     if retention not in ("pytorch", "candle"):
         raise ValueError(f"retention={retention!r}: a trace keeps what 'pytorch' keeps, or what 'candle' keeps")
     followed = candle.retaining(RULES[rules]) if retention == "candle" else RULES[rules]
-    return Trace(followed, None if followed.on_host else gpus.find(gpus.DEFAULT if gpu is None else gpu))
+    followed_gpu = None if followed.on_host else gpus.find(gpus.DEFAULT if gpu is None else gpu)
+    return Trace(followed, followed_gpu, None if default is None else torch.device(default))
 
 
 class Trace(Run):
@@ -115,13 +122,15 @@ class Trace(Run):
         remarks: What is worth knowing of single calls, with their lines.
     """
 
-    def __init__(self, rules: Rules, gpu: GPU | None = None) -> None:
+    def __init__(self, rules: Rules, gpu: GPU | None = None, default: torch.device | None = None) -> None:
         super().__init__()
         self.rules = rules.name
         self.retention = "candle" if rules.keeps_operands else "pytorch"
         self.gpu = gpu
         self.stream = 0
+        self.outlines = Outlines()
         self._rules = rules
+        self._default = default
         self._ops: dict[int, Op] = {}  # by the op's identity: its own hash is a call of Python
         self._device = str(rules.device)
         self.attribution = Attribution(self._on_module, self._on_optimizer, self._label_module)
@@ -132,6 +141,7 @@ class Trace(Run):
         self.remarks: list[str] = []
         self._known = KnownValues()
         self._finite = True  # all numbers that were brought in
+        self._asked_to_reject = 0
         self._autocast = Autocast(
             rules.device.type,
             rules.autocast,
@@ -140,7 +150,7 @@ class Trace(Run):
             rename=lambda storage, op: self._storages.recorder.rename(storage, op),
         )
         self._writes = engine.Writes()
-        self._storages = Storages(forget=self._known.forget)
+        self._storages = Storages()
         self._scalars = Scalars(self._storages)
         self._operands = Operands()
         self._direct = Direct(rules.device)
@@ -173,11 +183,12 @@ class Trace(Run):
                 self.attribution.following(),
                 self._autocast.acting(),
                 guarded(self, self._rules.device),
+                loaders.in_this_process(),
                 refusing() if self.gpu is None else believable(self, self._memory_stats()),
             ):
                 stack.enter_context(context)
-            surface = stack.enter_context(shown_to(self, self._rules))
-            stack.enter_context(_Ops(self, surface))
+            self._surface = stack.enter_context(shown_to(self, self._rules, self._default))
+            stack.enter_context(_Ops(self, self._surface))
             _set_active(self)
             self._exit = stack.pop_all()
         return self
@@ -193,7 +204,7 @@ class Trace(Run):
         self._label_gradients()
         self._timeline = self.timeline
         self._left = self._storages.weakly()
-        self._storages = Storages(forget=self._known.forget)  # what dies from here on is no event of this run
+        self._storages = Storages()  # what dies from here on is no event of this run
         empty_caches_of_tensors()
 
     def live_storages(self) -> dict[int, int]:
@@ -247,7 +258,7 @@ class Trace(Run):
         """Runs a call of torch's Python face, by the path that the rules give."""
         kind = self._direct.kind(function, args, kwargs) if self._optimizing else None
         known = None if kind is None else self._direct.known.get(kind)
-        if known is not None and _current_node() is None:
+        if known is not None and _current_node() is None and not self.outlines.among(tensors_in(args, ())):
             return self._directly(known, args, kwargs)
         watched = kind is not None and self._direct.watch(kind, args, kwargs)
         self._calls.append((function, _current_node()))
@@ -318,7 +329,7 @@ class Trace(Run):
         torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
     def adopt(self, real: torch.Tensor, op: str) -> torch.Tensor:
-        """A new traced tensor in the likeness of a real one, its value remembered if it is small."""
+        """A new traced tensor in the likeness of a real one or an outline, its value remembered if it is small."""
         made = self._likeness(real)
         if not self._storages.is_known(made):  # it holds something
             self.count(made, op)
@@ -342,8 +353,9 @@ class Trace(Run):
         if function is torch.Tensor.item and (passing := self._passes_check("item")) is not None:
             return type(zeros)(passing)
         line = self._unknown_read(function.__name__, tensor)
-        if not tensor.is_floating_point() and values.counts_loop(*user_frame()):
-            self._decided(line)
+        looked_at = values.decides_branch if function is torch.Tensor.numpy else values.counts_loop
+        if (function is torch.Tensor.numpy or not tensor.is_floating_point()) and looked_at(*user_frame()):
+            self._decided(line)  # an array does not tell what is done with it, nor does a number as a loop's count
         return tree_map_only((int, float), lambda zero: values.unknown(zero, lambda: self._decided(line)), zeros)
 
     def unknown_number(self, op: str) -> float:
@@ -361,17 +373,22 @@ class Trace(Run):
 
     def counts(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor takes memory of the device: a real one does where that is the host."""
-        return self._rules.on_host or tensor.is_meta
+        return (self._rules.on_host or tensor.is_meta) and self.outlines.device(tensor) is None
+
+    def outline(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A new outline of a tensor, on this device."""
+        self._check_plain(tensor, "a copy")
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            return self.outlines.add(torch.empty_like(tensor.detach(), device=META), device)
 
     def copy_to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A real tensor with a traced one's values where they are known, else with zeros, which is recorded."""
+        """A real tensor with a traced one's values where they are known, else an outline."""
         self._check_plain(tensor, "a copy to the host")
         real = self._known.twin(tensor)
+        if real is None:
+            return self.outline(tensor, _HOST)
         with torch._C._DisableTorchDispatch():
-            if real is not None:
-                return real.clone()
-            self._unknown_read("cpu", tensor)
-            return _zeros(tensor)
+            return real.clone()
 
     def copy_storage(self, tensor: torch.Tensor, op: str) -> torch.UntypedStorage:
         """A new storage with what a traced tensor's whole storage holds, counted with the tensor's shape."""
@@ -381,7 +398,9 @@ class Trace(Run):
             self._known.copy(storage, copy)
             made = torch.empty(0, dtype=tensor.dtype, device=META)
             made.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
-        if not self._storages.is_known(made):
+        if (elsewhere := self.outlines.device(tensor)) is not None:
+            self.outlines.add(made, elsewhere)
+        elif not self._storages.is_known(made):
             self.count(made, op)
         return copy
 
@@ -427,6 +446,7 @@ class Trace(Run):
             op.special
             and op.func in (EMPTY, LIFT)
             and not self._calls
+            and self._surface.makes_its_own()
             and (self._rules.on_host or not made_for_the_host(asking_frame()))
         ):
             if op.func is EMPTY:  # torch.Tensor(2, 3), which has no Python face
@@ -434,6 +454,10 @@ class Trace(Run):
             elif args[0].untyped_storage().resizable():  # torch.Tensor([1.0, 2.0]); not torch.from_numpy(...)
                 return self.adopt(args[0], "tensor")
         tensors, of_host, key = self._look(op, args, kwargs)
+        if self.outlines and (elsewhere := self.outlines.among(tensors)):
+            of_host += len(elsewhere)
+            if of_host == len(tensors) and (kwargs.get("device") != META or op.func is _TO_COPY):
+                return self._in_outline(op, tensors, args, kwargs, elsewhere[0])
         if of_host == len(tensors) and not self._rules.on_host and kwargs.get("device") != META:
             return op.func(
                 *args, **kwargs
@@ -441,8 +465,9 @@ class Trace(Run):
         if op.special:
             if op.func is ITEM:
                 return self._read(tensors[0])
-            if op.func is COPY and not self._rules.on_host and not args[0].is_meta:
-                self._unknown_read("copy_", args[1])  # the host's own memory, filled with what nobody knows
+            if op.func is COPY and not self._rules.on_host and not self.counts(args[0]):
+                if not args[0].is_meta:
+                    self._unknown_read("copy_", args[1])  # the host's own memory, filled with what nobody knows
                 return args[0]
             if op.func is PACK:
                 args, key = (args[0], self._lengths(args[1]), *args[2:]), None
@@ -450,6 +475,34 @@ class Trace(Run):
             args, kwargs = self._meet(op, tensors, args, kwargs)
             tensors, of_host, key = op.plan.look(args, kwargs)
         return self._run(op, op.plan.returned(key), args, kwargs, tensors, key, node, from_python)
+
+    def _in_outline(self, op: Op, tensors: list[torch.Tensor], args: Any, kwargs: Any, device: torch.device) -> Any:
+        """What an op beside the traced device comes to, of which not all values are known: outlines again."""
+        if op.func is ITEM:
+            return self._read(tensors[0])
+        if op.func is PACK:
+            args = (args[0], self._lengths(args[1]), *args[2:])
+        written = [args[i] if i < len(args) else kwargs.get(name) for i, name in op.written] if op.mutates else ()
+        for tensor in tensors_in(written, {}):
+            if not tensor.is_meta:  # real memory, filled with what nobody knows
+                self._unknown_read(op.name, tensor)
+        stand_ins = {id(tensor): tensor if tensor.is_meta else self._likeness(tensor) for tensor in tensors}
+        given = {id(stand_ins[id(tensor)]): tensor for tensor in tensors}
+        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: stand_ins[id(tensor)], (args, kwargs))
+        kwargs = {name: META if isinstance(value, torch.device) else value for name, value in kwargs.items()}
+        try:
+            out = op.func(*args, **kwargs)
+        except (RuntimeError, NotImplementedError):
+            if not op.data_dependent:
+                raise
+            out = self._by_value(op, args, UNKNOWN)
+
+        def placed(made: torch.Tensor) -> torch.Tensor:
+            if id(made) in given:
+                return given[id(made)]
+            return made if self.outlines.device(made) is not None else self.outlines.add(made, device)
+
+        return tree_map_only(torch.Tensor, placed, out)
 
     def _run(
         self,
@@ -652,7 +705,7 @@ class Trace(Run):
             RuntimeError: If it is on the host, no single number, and the device's kernel does not take it from there.
         """
         self._check_learners(tensors)
-        many = not self._rules.on_host and any(not tensor.is_meta and tensor.dim() for tensor in tensors)
+        many = not self._rules.on_host and any(not self.counts(tensor) and tensor.dim() for tensor in tensors)
         if many and op.func not in _ACROSS:
             raise RuntimeError(
                 f"{user_line()}: {op.name}: Expected all tensors to be on the same device, but found at "
@@ -712,6 +765,9 @@ class Trace(Run):
             zero = torch.zeros((), dtype=tensor.dtype, device="cpu").item()
         if (passing := self._passes_check("item")) is not None:
             return type(zero)(passing)
+        if tensor.dtype == torch.bool and asking_frame().f_code is _REJECTS:
+            self._asked_to_reject += 1
+            return self._asked_to_reject % 3 > 0
         self.unknown_reads.append(UnknownRead(user_line(), "item"))
         if tensor.dtype == torch.bool or values.decides_branch(*user_frame()):
             self._decided(user_line())
@@ -785,6 +841,7 @@ def _gradients(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
             yield gradient
 
 
+_HOST: Final = torch.device("cpu")
 _COMPOSITE: Final = torch._C.DispatchKey.CompositeImplicitAutograd
 _COMPOSED: Final = torch._C.DispatchKey.CompositeExplicitAutograd
 _VIEWS: Final = torch._C.DispatchKey.ADInplaceOrView

@@ -1,61 +1,51 @@
-"""`everybyte trace MODULE:FUNCTION`: would this training step fit on that GPU, and whose is the memory at its peak?
+"""`everybyte trace script.py ARGS`: would this run fit on that GPU, and whose is the memory at its peak?
 
-The user's function runs once, in a trace, as a script would; what it prints goes to the error output. Its timeline,
-with the workspaces of cuBLAS added, then goes through the allocator twice: beside the smallest and beside the largest
-CUDA context. Only where both agree is the answer yes or no.
+The user's program runs in a trace; what it prints goes to the error output. Its timeline, with the workspaces of
+cuBLAS added, then goes through the allocator twice: beside the smallest and beside the largest CUDA context. Only where
+both agree is the answer yes or no.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
-import importlib
-import inspect
 import itertools
-import re
-import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from importlib.util import module_from_spec, spec_from_file_location
-from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final
-from unittest import mock
+from typing import Any
 
-from torch import nn
-
-from .. import answers, attribution, figures, gpus, page, workspace
+from .. import answers, figures, gpus, page, workspace
 from ..allocator import Allocator, OutOfMemory, Replay
 from ..caching import MIN_BLOCK
 from ..names import alike, printable
+from ..script import Failed, Program, Ran
 from ..timeline import Timeline
-from ..trace import Trace, trace
+from ..trace import Trace
 from ..units import format_bytes
-from ..values import DataDependentShape
 from . import BAD_INPUT, CANNOT_SAY, NO, SCHEMA, Answer, Stop, new_file, on_stderr, written
 from .text import LONGEST_LINE, LONGEST_TABLE, peaks, table
-
-STEPS: Final = 3  # traced unless said otherwise
 
 
 def add(commands: Any) -> argparse.ArgumentParser:
     """Adds the parser of `everybyte trace`."""
     parser = commands.add_parser(
         "trace",
-        help="what a training step would allocate on a GPU, traced without one",
-        description="Whether a training step fits on a GPU, and whose the memory is at its peak. Nothing is computed.",
+        help="what a training script would allocate on a GPU, traced without one",
+        description="Whether a training run fits on a GPU, and whose the memory is at its peak. Nothing is computed.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "target",
-        metavar="MODULE:FUNCTION",
-        help="or file.py:FUNCTION. FUNCTION() builds the model and returns a step, a function without arguments; or it "
-        "runs everything itself and returns nothing",
+        metavar="PROGRAM",
+        help="script.py, run unedited; or MODULE:FUNCTION or file.py:FUNCTION: FUNCTION() builds the model and returns "
+        "a step, a function without arguments; or it runs everything itself and returns nothing",
     )
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, action=_Rest, metavar="ARGS", help="the script's own")
     parser.add_argument("--gpu", help=f"such as a4000, t4 or 3050ti; {gpus.DEFAULT} unless given")
-    parser.add_argument("--steps", type=_count, metavar="N", help=f"how often to run the step; {STEPS} unless given")
+    parser.add_argument(
+        "--steps", type=_count, metavar="N", help=f"end after N steps of the optimizer; {Program.steps} unless given"
+    )
     parser.add_argument("--snapshot", type=new_file, metavar="OUT", help="write a snapshot for PyTorch's memory viewer")
     parser.add_argument("--parquet", type=new_file, metavar="OUT", help="write the timeline, an event a row")
     parser.add_argument(
@@ -65,6 +55,22 @@ def add(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument("--traceback", action="store_true", help="show all of an error of the code that is traced")
     parser.set_defaults(command=_answer)
     return parser
+
+
+class _Rest(argparse.Action):
+    """What follows the program: a script's own arguments, or after a function more of our options."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        namespace.arguments = ()
+        if namespace.target.endswith(".py"):
+            namespace.arguments = tuple(values)
+        elif values and "again" in namespace:
+            parser.error(f"unrecognized arguments: {' '.join(values)}")
+        elif values:
+            namespace.again, target = True, namespace.target
+            parser.parse_args([*values, target], namespace)
+            if namespace.target != target:
+                parser.error(f"unrecognized arguments: {namespace.target}")
 
 
 def _count(text: str) -> int:
@@ -90,13 +96,15 @@ def _answer(args: argparse.Namespace) -> Answer:
     for one, other in itertools.combinations(files, 2):
         if files[one] == files[other]:
             raise Stop(BAD_INPUT, f"--{one} and --{other} both name {files[one]}: give each a file of its own")
-    run, remarks = _traced(args, gpu)
+    ran = _traced(args, gpu)
+    run, remarks = ran.run, list(ran.remarks)
     timeline = run.timeline
     if not len(timeline):
         raise Stop(BAD_INPUT, f"{args.target} put nothing on the GPU: does it ask for device='cpu'?")
     steps = timeline.info["steps"]
     if args.steps and not steps:
-        remarks.append(f"--steps {args.steps} was not used: {args.target} returned no step to repeat")
+        why = "stepped no optimizer" if args.target.endswith(".py") else "returned no step to repeat"
+        remarks.append(f"--steps {args.steps} was not used: {args.target} {why}")
     whole = timeline.with_workspaces()  # what the allocator gets to see
     written(args.snapshot, lambda path: whole.to_snapshot(path, Allocator(gpu=gpu)))
     written(args.parquet, timeline.to_parquet)
@@ -113,6 +121,8 @@ def _answer(args: argparse.Namespace) -> Answer:
     answer = {
         "schema": SCHEMA,
         "function": args.target,
+        "arguments": list(args.arguments),
+        "ended": ran.ended,
         "gpu": {
             "key": gpu.key,
             "name": gpu.name,
@@ -145,86 +155,18 @@ def _answer(args: argparse.Namespace) -> Answer:
     return answer, _lines(answer, run, needs), stop
 
 
-def _traced(args: argparse.Namespace, gpu: gpus.GPU) -> tuple[Trace, list[str]]:
-    """Runs the user's function in a trace; what it prints goes to the error output. With it what is worth knowing."""
-    where, _, name = args.target.rpartition(":")
-    if not where or not name:
-        raise Stop(BAD_INPUT, f"{args.target!r} names no function: write MODULE:FUNCTION or file.py:FUNCTION")
-    run, remarks = trace(rules="cuda", gpu=gpu), []
+def _traced(args: argparse.Namespace, gpu: gpus.GPU) -> Ran:
+    """Runs the user's program in a trace; what it prints goes to the error output."""
     try:
-        with on_stderr(), _as_a_script(where), run:
-            step = _called(_function(where, name), args.target)
-            if callable(step) and not isinstance(step, nn.Module):
-                for _ in run.steps(args.steps or STEPS):
-                    _called(step, f"the step of {args.target}")
-            elif step is not None:
-                what = f"a {type(step).__name__}, which is no step"
-                remarks.append(f"{args.target} returned {what}: it was taken to have run everything")
-            del step
-        return run, remarks
-    except (Stop, KeyboardInterrupt):
-        raise
-    except BaseException as error:
+        program = Program(args.target, args.arguments, args.steps or Program.steps)
+        with on_stderr():
+            return program.trace(gpu)
+    except ValueError as error:
+        raise Stop(BAD_INPUT, str(error)) from None
+    except Failed as error:
         if args.traceback:
-            traceback.print_exc()
-        ours, line = attribution.is_ours(error), attribution.line_of(error)
-        message = " ".join([str(error), *getattr(error, "__notes__", ())])
-        if isinstance(error, SystemExit) and isinstance(error.code, int):
-            message = f"the code ended itself with exit code {error.code}; it gets no arguments: set its options in it"
-        elif not ours:
-            message = f"{type(error).__name__}: {message}"
-        if line and not re.match(r"\S+:\d+: ", message):
-            message = f"{line}: {message}"
-        cannot = isinstance(error, DataDependentShape) or (ours and isinstance(error, NotImplementedError))
-        cannot = cannot or bool(run.conditional)  # who knows whether a real run comes there
-        raise Stop(CANNOT_SAY if cannot else BAD_INPUT, message) from None
-
-
-def _called(function: Callable[[], Any], name: str) -> Any:
-    """What the function returns; nothing if it ends with `sys.exit()`, as a script may."""
-    try:
-        made = function()
-    except SystemExit as end:
-        if end.code not in (None, 0):
-            raise
-        return None
-    if inspect.iscoroutine(made) or inspect.isgenerator(made):
-        made.close()
-        raise Stop(BAD_INPUT, f"{name} is a generator or a coroutine, of which nothing has run: write a plain function")
-    return made
-
-
-@contextmanager
-def _as_a_script(where: str) -> Iterator[None]:
-    """Modules beside the script, or in the working folder, can be imported; the arguments, being ours, are hidden."""
-    folder = str(Path(where).resolve().parent if where.endswith(".py") else Path.cwd())
-    with mock.patch.object(sys, "path", [folder, *sys.path]), mock.patch.object(sys, "argv", [where]):
-        yield
-
-
-def _function(where: str, name: str) -> Callable[[], Any]:
-    if where.endswith(".py"):
-        if not Path(where).is_file():
-            raise Stop(BAD_INPUT, f"there is no file {where}")
-        spec = spec_from_file_location(f"{Path(where).stem} (traced)", where)
-        module = sys.modules[spec.name] = module_from_spec(spec)
-        spec.loader.exec_module(module)
-    else:
-        hint = f"run in its folder, or write path/to/file.py:{name}"
-        if not all(part.isidentifier() for part in where.split(".")):
-            raise Stop(BAD_INPUT, f"there is no module {where}: {hint}")
-        try:
-            module = importlib.import_module(where)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{where}.".startswith(f"{error.name}."):
-                raise
-            raise Stop(BAD_INPUT, f"there is no module {error.name}: {hint}") from None
-    try:
-        return attrgetter(name)(module)
-    except AttributeError:
-        near = difflib.get_close_matches(name, [key for key, value in vars(module).items() if callable(value)], n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else "what only runs as __main__ must go into one"
-        raise Stop(BAD_INPUT, f"{where} has no function {name}; {hint}") from None
+            traceback.print_exception(error.__cause__)
+        raise Stop(CANNOT_SAY if error.cannot_say else BAD_INPUT, str(error)) from None
 
 
 def _verdict(

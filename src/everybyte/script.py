@@ -1,0 +1,303 @@
+"""A user's program, run unedited under a trace or a measurement: a script with its arguments, or a function.
+
+A script runs as `python script.py ARGS` would run it, until its optimizer has stepped so often. A step ends where the
+optimizer's `step()` returns; the next one begins with the next call of a model, so that what a loop does between the
+two, `zero_grad()` for example, belongs to the step before. There the run ends as well: `Enough` is raised out of the
+call, past whatever handles errors, and the program unwinds as it does when it is interrupted.
+"""
+
+from __future__ import annotations
+
+import difflib
+import gc
+import importlib
+import inspect
+import re
+import runpy
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from importlib.util import module_from_spec, spec_from_file_location
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Final
+from unittest import mock
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from . import attribution
+from .gpus import GPU
+from .measure import measure
+from .run import Run
+from .trace import trace
+from .values import DataDependentShape
+
+PHASES: Final = ("train", "eval", "predict")
+
+
+class Enough(BaseException):
+    """Ends a program that has done all the steps that were asked for. No `except Exception` catches it."""
+
+
+class Failed(Exception):
+    """A program did not come to its end.
+
+    Attributes:
+        cannot_say: Whether that is because of what a trace does not know or no rule covers; else the program is wrong.
+    """
+
+    def __init__(self, message: str, cannot_say: bool) -> None:
+        super().__init__(message)
+        self.cannot_say = cannot_say
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What is left of a program that ran.
+
+    Attributes:
+        run: The trace or the measurement; it is over.
+        remarks: What is worth knowing of how it ran.
+        ended: "the script's end", "the function's end", or "3 steps".
+    """
+
+    run: Any
+    remarks: tuple[str, ...]
+    ended: str
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program to run.
+
+    Attributes:
+        target: "train.py", run as `python train.py` does; "train.py:build" or "pkg.mod:build", a function that returns
+            a step (a function without arguments), or runs everything itself.
+        arguments: Of a script.
+        steps: How often its optimizer may step, or the function's step is run.
+
+    Raises:
+        ValueError: If the target names neither, or a function is given arguments, or the number of steps is none.
+    """
+
+    target: str
+    arguments: tuple[str, ...] = ()
+    steps: int = 3
+
+    def __post_init__(self) -> None:
+        where, _, name = self.target.rpartition(":")
+        if not self.is_script and not (where and name):
+            raise ValueError(
+                f"{self.target!r} names no program: write script.py ARGS, MODULE:FUNCTION or file.py:FUNCTION"
+            )
+        if self.arguments and not self.is_script:
+            raise ValueError(f"{self.target} is a function, which gets no arguments: {' '.join(self.arguments)}")
+        if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
+            raise ValueError(f"steps={self.steps!r}: the number of steps is a positive integer")
+
+    @property
+    def is_script(self) -> bool:
+        return self.target.endswith(".py")
+
+    def trace(
+        self,
+        gpu: str | GPU | None = None,
+        rules: str = "cuda",
+        changes: Iterable[AbstractContextManager[Any]] = (),
+    ) -> Ran:
+        """Runs the program in `everybyte.trace`.
+
+        Args:
+            gpu, rules: As `everybyte.trace` takes them.
+            changes: Entered inside the trace, around the program.
+
+        Raises:
+            Failed: If the program, or the tracing of it, did not come to its end.
+        """
+        default = "cpu" if self.is_script and rules == "cuda" else None
+        return self._under(trace(rules=rules, gpu=gpu, default=default), changes)
+
+    def measure(self, device: str = "cpu", changes: Iterable[AbstractContextManager[Any]] = ()) -> Ran:
+        """Runs the program in `everybyte.measure`; otherwise as `trace`."""
+        return self._under(measure(device), changes)
+
+    def _under(self, run: Run, changes: Iterable[AbstractContextManager[Any]]) -> Ran:
+        ended, remarks = "", []
+        try:
+            with self._as_main(), run, ExitStack() as stack:
+                for change in changes:
+                    stack.enter_context(change)
+                ended = self._script(run) if self.is_script else self._function(run, remarks)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            raise _failed(error, run, self.is_script) from error
+        return Ran(run, tuple(remarks), ended)
+
+    @contextmanager
+    def _as_main(self) -> Iterator[None]:
+        """Modules beside the script, or in the working folder, can be imported; it sees its own arguments alone."""
+        file = self.target if self.is_script else self.target.rpartition(":")[0]
+        folder = str(Path(file).resolve().parent if file.endswith(".py") else Path.cwd())
+        with (
+            mock.patch.object(sys, "path", [folder, *sys.path]),
+            mock.patch.object(sys, "argv", [file, *self.arguments]),
+        ):
+            yield
+
+    def _script(self, run: Run) -> str:
+        _check_file(self.target)
+        steps = _Steps(run, self.steps)
+        ended = "the script's end"
+        with steps.counted():
+            try:
+                _called(lambda: runpy.run_path(self.target, run_name="__main__"))
+            except Enough:
+                ended = f"{self.steps} step{'s' * (self.steps > 1)}"
+        steps.end()
+        return ended
+
+    def _function(self, run: Run, remarks: list[str]) -> str:
+        where, _, name = self.target.rpartition(":")
+        step = _called(_found(where, name), self.target)
+        if callable(step) and not isinstance(step, nn.Module):
+            for _ in run.steps(self.steps):
+                _called(step, f"the step of {self.target}")
+            return f"{self.steps} step{'s' * (self.steps > 1)}"
+        if step is not None:
+            what = f"a {type(step).__name__}, which is no step"
+            remarks.append(f"{self.target} returned {what}: it was taken to have run everything")
+        return "the function's end"
+
+
+class _Steps:
+    """Counts a program's steps, marks where each begins, and raises `Enough` where one too many would.
+
+    Where there are several optimizers, as of a generator and a discriminator, the one that steps most often counts, and
+    a step is over when those have stepped that are one behind.
+    """
+
+    def __init__(self, run: Run, most: int) -> None:
+        self._run = run
+        self._most = most
+        self._by_optimizer: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._done = 0
+        self._begun = False
+        self._called = False  # a module, since the last step ended
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        initialise = torch.optim.Optimizer.__init__
+
+        @wraps(initialise)
+        def initialised(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            initialise(optimizer, *args, **kwargs)
+            self._by_optimizer[optimizer] = 0
+
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.object(torch.optim.Optimizer, "__init__", initialised))
+            stack.callback(register_module_forward_pre_hook(self._on_call).remove)
+            stack.callback(register_optimizer_step_post_hook(self._on_step).remove)
+            yield
+
+    def end(self) -> None:
+        """Marks that what comes now is after the last step."""
+        if self._done:
+            self._run.mark_step(self._done, over=True)
+
+    def _on_call(self, module: nn.Module, args: Any) -> None:
+        self._called = True
+        if not self._begun and self._done - 1 not in self._by_optimizer.values():
+            self._end_or_begin(begins=torch.is_grad_enabled())
+
+    def _on_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        count = self._by_optimizer[optimizer] = self._by_optimizer.get(optimizer, 0) + 1
+        if count <= self._done:
+            return
+        if not self._begun:
+            self._end_or_begin()
+        called, self._called = self._called, False
+        self._done, self._begun = count, False
+        if not called:
+            self._end_or_begin()
+
+    def _end_or_begin(self, begins: bool = True) -> None:
+        if self._done == self._most:
+            raise Enough
+        if not begins:
+            return
+        self._begun = True
+        if self._done == 0:
+            gc.collect()  # as before the first of `Run.steps`
+        self._run.mark_step(self._done)
+
+
+def _called(function: Callable[[], Any], name: str = "") -> Any:
+    """What a function returns; nothing if it ends with `sys.exit()`, as a script may."""
+    try:
+        made = function()
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+        return None
+    if inspect.iscoroutine(made) or inspect.isgenerator(made):
+        made.close()
+        raise ValueError(f"{name} is a generator or a coroutine, of which nothing has run: write a plain function")
+    return made
+
+
+def _check_file(path: str) -> None:
+    if not Path(path).is_file():
+        raise ValueError(f"there is no file {path}")
+
+
+def _found(where: str, name: str) -> Callable[[], Any]:
+    """The function of a module or a file.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if where.endswith(".py"):
+        _check_file(where)
+        spec = spec_from_file_location(f"{Path(where).stem} (traced)", where)
+        module = sys.modules[spec.name] = module_from_spec(spec)
+        spec.loader.exec_module(module)
+    else:
+        hint = f"run in its folder, or write path/to/file.py:{name}"
+        if not all(part.isidentifier() for part in where.split(".")):
+            raise ValueError(f"there is no module {where}: {hint}")
+        try:
+            module = importlib.import_module(where)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{where}.".startswith(f"{error.name}."):
+                raise
+            raise ValueError(f"there is no module {error.name}: {hint}") from None
+    try:
+        return attrgetter(name)(module)
+    except AttributeError:
+        near = difflib.get_close_matches(name, [key for key, value in vars(module).items() if callable(value)], n=3)
+        script = f"what runs as __main__ is traced as a script: everybyte trace {Path(module.__file__ or where).name}"
+        hint = f"did you mean {' or '.join(near)}?" if near else script
+        raise ValueError(f"{where} has no function {name}; {hint}") from None
+
+
+def _failed(error: BaseException, run: Run, is_script: bool) -> Failed:
+    """One line that says what went wrong, and where in the user's code."""
+    ours, line = attribution.is_ours(error), attribution.line_of(error)
+    message = " ".join([str(error), *getattr(error, "__notes__", ())])
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        hint = "" if is_script else "; it gets no arguments: set its options in it"
+        message = f"the code ended itself with exit code {error.code}{hint}"
+    elif not ours:
+        message = f"{type(error).__name__}: {message}"
+    if line and not re.match(r"\S+:\d+: ", message):
+        message = f"{line}: {message}"
+    cannot_say = isinstance(error, DataDependentShape) or (ours and isinstance(error, NotImplementedError))
+    elsewhere = bool(getattr(run, "conditional", ()))  # who knows whether a real run comes there
+    return Failed(message, cannot_say or elsewhere)

@@ -1,0 +1,294 @@
+"""Programs that know nothing of tracing, run unedited: scripts of the plain kind, and under the frameworks people use.
+
+Each run of a framework has a process of its own, as on the command line: frameworks remember the device they found.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import os
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from everybyte.script import Failed, Program
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+# -- the same script, traced and really run ----------------------------------------------------------------------------
+
+
+def _run(program, how, answers):
+    ran = getattr(program, how)(**({"rules": "cpu"} if how == "trace" else {}))
+    timeline, scratch = ran.run.timeline, ran.run.timeline.without("scratch")
+    found = {
+        "peak": scratch.peak_bytes,
+        "above the start": scratch.peak_above_start,
+        "sizes": dict(scratch.allocations(1)),
+        "steps": timeline.info["steps"],
+        "ended": ran.ended,
+    }
+    answers.put((found, getattr(ran.run, "conditional", []), sorted(getattr(ran.run, "not_covered", []))))
+
+
+def in_a_process_of_its_own(program, how):
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    child = context.Process(target=_run, args=(program, how, answers))
+    child.start()
+    try:
+        found, conditional, not_covered = answers.get(timeout=60)
+    finally:
+        child.kill()
+        child.join()
+    assert not conditional and not not_covered
+    return found
+
+
+def assert_traced_as_measured(tmp_path, script, *arguments, steps=3, needs=()):
+    for module in needs:
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"the script needs {module}: pip install {module.replace('_', '-')}")
+        importlib.import_module(module)
+    if needs:
+        arguments = (*arguments, "--out", str(tmp_path))
+    program = Program(str(SCRIPTS / script), arguments, steps=steps)
+    traced, measured = in_a_process_of_its_own(program, "trace"), in_a_process_of_its_own(program, "measure")
+    assert traced == measured
+    assert traced["steps"] == steps
+    return traced
+
+
+def test_a_plain_loop_allocates_what_it_really_does(tmp_path):
+    assert_traced_as_measured(tmp_path, "plain.py")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--mask none",
+        "--mask ones --bf16",
+        "--mask padded --bf16 --checkpointing",
+        "--mask ones --checkpointing --accumulate 2 --evaluate",
+        "--model bert --mask ones --bf16",
+        "--model bert --mask padded --evaluate",
+    ],
+)
+def test_hugging_face_s_trainer_allocates_what_it_really_does(tmp_path, options):
+    assert_traced_as_measured(tmp_path, "with_trainer.py", *options.split(), needs=["transformers", "accelerate"])
+
+
+@pytest.mark.parametrize("options", ["--mask padded --bf16", "--model bert --mask ones --checkpointing"])
+def test_lora_by_peft_allocates_what_it_really_does(tmp_path, options):
+    needs = ["transformers", "accelerate", "peft"]
+    assert_traced_as_measured(tmp_path, "with_trainer.py", *options.split(), "--lora", needs=needs)
+
+
+def test_a_loop_under_accelerate_allocates_what_it_really_does(tmp_path):
+    assert_traced_as_measured(tmp_path, "with_accelerate.py", needs=["accelerate"])
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_lightning_s_trainer_allocates_what_it_really_does(tmp_path, precision):
+    assert_traced_as_measured(tmp_path, "with_lightning.py", "--precision", precision, needs=["lightning"])
+
+
+def test_pytorch_forecasting_allocates_what_it_really_does(tmp_path):
+    assert_traced_as_measured(tmp_path, "with_forecasting.py", "--predict", needs=["pytorch_forecasting"])
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_script_takes_the_gpu_s_way_and_workers_change_nothing():
+    alone = Program(str(SCRIPTS / "plain.py")).trace("t4").run
+    helped = Program(str(SCRIPTS / "plain.py"), ("--workers", "2")).trace("t4").run
+    assert alone.timeline.table.equals(helped.timeline.table)
+    frame = alone.timeline.frame()
+    assert set(frame["device"]) == {"cuda:0"} and "float16" in set(frame["dtype"])
+    # Weights, their gradients and two moments in fp32, and nothing of what the script keeps on the host.
+    hidden = 96
+    parameters = (32 + 1) * hidden + 2 * hidden + (hidden + 1) * hidden + (hidden + 1) * 2
+    live = alone.timeline.by("category")["nbytes"]
+    assert live["parameter"] == live["gradient"] == 4 * parameters
+    assert live["optimizer state"] == 2 * 4 * parameters
+
+
+# -- how a script runs, and where it ends ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def written(text, *arguments, **options):
+        (tmp_path / "train.py").write_text(text)
+        return Program("train.py", arguments, **options)
+
+    return written
+
+
+LOOP = """
+import sys, torch
+from torch import nn
+model = nn.Linear(100, 100, bias=False).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+for step in range(100):
+    optimizer.zero_grad()
+    model(torch.ones(2, 100).cuda()).sum().backward()
+    optimizer.step()
+    kept = torch.zeros(1000 * (step + 1), dtype=torch.uint8, device="cuda")
+"""
+
+
+def test_a_script_is_main_and_sees_its_arguments_and_what_lies_beside_it(script, tmp_path):
+    (tmp_path / "beside.py").write_text("nbytes = 12")
+    ran = script(
+        "import sys, torch, beside\n"
+        "class Here: pass\n"
+        "assert __name__ == '__main__' and __file__ == sys.argv[0] == 'train.py'\n"
+        "assert sys.modules['__main__'].Here is Here\n"
+        "x = torch.zeros(int(sys.argv[1]) + beside.nbytes, dtype=torch.uint8, device='cuda')\n"
+        "sys.exit()\n",
+        "30",
+    ).trace()
+    assert (ran.ended, ran.run.timeline.peak_bytes, ran.run.timeline.info["steps"]) == ("the script's end", 42, 0)
+    assert sys.argv[0] != "train.py" and sys.modules["__main__"].__name__ == "__main__"
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_script_ends_after_its_steps_with_what_the_loop_does_between_them(script, steps):
+    ran = script(LOOP, steps=steps).trace()
+    assert ran.ended == f"{steps} step{'s' * (steps > 1)}"
+    frame = ran.run.timeline.frame()
+    kept = frame[(frame["dtype"] == "uint8") & (frame["action"] == "alloc")]
+    assert kept["nbytes"].tolist() == [1000 * (step + 1) for step in range(steps)]
+    assert kept["step"].tolist() == list(range(steps))
+    assert ran.run.timeline.info["steps"] == steps
+    assert sorted(ran.run.marks) == list(range(steps + 1))
+    # Where step 0 begins there are the weights and the first batch.
+    assert ran.run.timeline.start_bytes == 4 * 100 * 100 + 4 * 200
+
+
+def test_a_script_shorter_than_that_ends_itself(script):
+    ran = script(LOOP.replace("range(100)", "range(2)"), steps=5).trace()
+    assert (ran.ended, ran.run.timeline.info["steps"]) == ("the script's end", 2)
+
+
+def test_whatever_handles_errors_does_not_stop_a_script_from_ending(script):
+    ran = script(
+        LOOP.replace("range(100)", "range(10**9)")
+        .replace("    model(", "    try:\n        loss = model(")
+        .replace("sum().backward()", "sum()\n    except Exception:\n        continue\n    loss.backward()")
+    ).trace()
+    assert ran.ended == "3 steps"
+
+
+def test_steps_are_those_of_the_optimizer_that_steps_most_often(script):
+    ran = script(
+        "import torch\nfrom torch import nn\n"
+        "nets = [nn.Linear(4, 4, device='cuda') for _ in range(2)]\n"
+        "optimizers = [torch.optim.Adam(net.parameters()) for net in nets]\n"
+        "seen = 0\n"
+        "while True:\n"
+        "    for net, optimizer in zip(nets, optimizers):\n"
+        "        optimizer.zero_grad()\n"
+        "        net(torch.ones(4, device='cuda')).sum().backward()\n"
+        "        optimizer.step()\n"
+    ).trace()
+    assert (ran.ended, ran.run.timeline.info["steps"]) == ("3 steps", 3)
+    frame = ran.run.timeline.frame()
+    products = frame[(frame["action"] == "alloc") & (frame["phase"] == "forward") & (frame["op"] == "addmm")]
+    assert products["step"].tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_model_that_is_no_module_is_counted_by_its_optimizer_alone(script):
+    ran = script(
+        "import torch\n"
+        "w = torch.zeros(8, device='cuda', requires_grad=True)\n"
+        "adam = torch.optim.Adam([w])\n"
+        "while True:\n    (w * w).sum().backward()\n    adam.step()\n    adam.zero_grad()\n"
+    ).trace()
+    assert (ran.ended, ran.run.timeline.info["steps"]) == ("3 steps", 3)
+
+
+def test_an_optimizer_that_calls_the_model_itself_steps_once(script):
+    ran = script(
+        "import torch\n"
+        "model = torch.nn.Linear(8, 1, device='cuda')\n"
+        "optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)\n"
+        "def closure():\n"
+        "    optimizer.zero_grad()\n    loss = model(torch.ones(2, 8, device='cuda')).sum()\n    loss.backward()\n"
+        "    return loss\n"
+        "while True: optimizer.step(closure)\n",
+        steps=2,
+    ).trace()
+    assert (ran.ended, ran.run.timeline.info["steps"]) == ("2 steps", 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "why", "cannot_say"),
+    [
+        ("import torch\nx = 1 / 0\n", "train.py:2: ZeroDivisionError: division by zero", False),
+        ("import not_there\n", "train.py:1: ModuleNotFoundError: No module named 'not_there'", False),
+        ("import argparse\nargparse.ArgumentParser().error('x')\n", "the code ended itself with exit code 2", False),
+        ("def f(:\n", "train.py:1: SyntaxError", False),
+        ("import torch\nmodel = torch.compile(torch.nn.Linear(1, 1))\n", "torch.compile is not covered", True),
+        ("import torch\ntorch.distributed.init_process_group('gloo')\n", "init_process_group is not covered", True),
+        ("import torch\nx = torch.randn(9, device='cuda').nonzero()\n", "depends on values", True),
+        ("import torch\nx = torch.randn(9, device='cuda')\ny = [] if x.sum() > 0 else [].pop()\n", "a branch", True),
+    ],
+)
+def test_what_ends_a_script_before_its_time_is_one_line(script, text, why, cannot_say):
+    with pytest.raises(Failed, match=why) as failed:
+        script(text).trace()
+    assert failed.value.cannot_say == cannot_say
+
+
+def test_changes_are_made_inside_the_trace_round_the_program(script):
+    seen = []
+
+    @contextmanager
+    def change():
+        seen.append(torch.cuda.is_available())
+        yield
+        seen.append("after")
+
+    script("import torch\nx = torch.zeros(3, device='cuda')\n").trace(changes=[change()])
+    assert seen == [True, "after"]
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments", "steps", "why"),
+    [
+        ("train", (), 3, "names no program: write script.py ARGS"),
+        (":build", (), 3, "names no program"),
+        ("pkg:build", ("--lr", "1"), 3, "a function, which gets no arguments: --lr 1"),
+        ("train.py", (), 0, "the number of steps is a positive integer"),
+    ],
+)
+def test_what_is_no_program_is_said(target, arguments, steps, why):
+    with pytest.raises(ValueError, match=why):
+        Program(target, arguments, steps)
+
+
+def test_a_function_is_measured_as_it_is_traced(script, tmp_path):
+    (tmp_path / "work.py").write_text(
+        "import torch\n"
+        "def build():\n"
+        "    model = torch.nn.Linear(64, 64)\n"
+        "    adam = torch.optim.Adam(model.parameters())\n"
+        "    def step():\n"
+        "        model(torch.ones(4, 64)).sum().backward()\n        adam.step()\n        adam.zero_grad()\n"
+        "    return step\n"
+    )
+    program = Program("work.py:build", steps=2)
+    traced, measured = program.trace(rules="cpu").run.timeline, program.measure().run.timeline
+    assert traced.without("scratch").peak_bytes == measured.without("scratch").peak_bytes > 4 * 4 * 64 * 65
+    assert program.trace(rules="cpu").ended == "2 steps"
