@@ -185,16 +185,16 @@ def _range(least: int, most: int) -> str:
 
 def _card(answer: Mapping[str, Any]) -> Markup:
     """The card's memory, and what is reserved of it."""
-    parts = {svg.CLASSES[figures.COLOURS[row["category"]]]: row["bytes"] for row in answer["by_category"]}
-    kinds = {svg.CLASSES[figures.COLOURS[row["category"]]]: row["category"] for row in answer["by_category"]}
-    parts = {kind: parts[kind] for kind in svg.CLASSES.values() if kind in parts}
-    rest = answer["peak_reserved"] - sum(parts.values())
-    parts["kind-rest"] = rest
-    kinds["kind-rest"] = "workspaces, rounding and what is cached"
+    held = {row["category"]: row["bytes"] for row in answer["by_category"]}
+    held = {kind: held[kind] for kind in figures.COLOURS if kind in held}
+    classes = {kind: svg.CLASSES[figures.COLOURS[kind]] for kind in held}
+    rest = "workspaces, rounding and what is cached"
+    held[rest], classes[rest] = max(0, answer["peak_reserved"] - sum(held.values())), "kind-rest"
     gpu = answer["gpu"]
     usable = gpu["usable_at_least"], gpu["usable_at_most"]
+    parts = {classes[kind]: nbytes for kind, nbytes in held.items()}
     drawn = _pictures(lambda width: svg.card(parts, usable, gpu["total"], width))
-    return join(drawn, _legend((kind, f"{kinds[kind]} {amount(n)}") for kind, n in parts.items() if n))
+    return join(drawn, _legend((classes[kind], f"{kind} {amount(nbytes)}") for kind, nbytes in held.items() if nbytes))
 
 
 def _largest(largest: Mapping[str, Any] | None) -> Iterator[Markup]:
@@ -281,17 +281,7 @@ def _of_recording(answer: Mapping[str, Any], timeline: Timeline) -> Iterator[Mar
     yield tag("h2", "Live at the peak, by function and line")
     yield _table(
         ("line", "function", "size", "share", "bytes", "allocations"),
-        _with_shares(
-            [
-                (
-                    _name(r["line"], _no_stack(r)),
-                    _name(r["op"]),
-                    r["bytes"],
-                    r["allocations"],
-                )
-                for r in live
-            ]
-        ),
+        _with_shares((_name(r["line"], _no_stack(r)), _name(r["op"]), r["bytes"], r["allocations"]) for r in live),
         text=(1,),
     )
     yield tag("h2", "Other settings of the allocator")
