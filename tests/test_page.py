@@ -24,7 +24,7 @@ from everybyte.allocator import Allocator
 from everybyte.cli import main
 from everybyte.markup import Markup, markup, tag
 from everybyte.timeline import CATEGORIES, Recorder
-from everybyte.units import MiB
+from everybyte.units import MiB, format_bytes
 
 SCHEMA = schema.read()
 
@@ -404,6 +404,23 @@ def test_text_stays_text_in_elements_and_in_attributes(inside, attribute):
     shown = Reader(Markup(f"<p>{markup(inside)}</p>")).texts.get("p", "")
     assert shown.isprintable()
     assert [key for _, key, _ in read.attributes] == ["title"]
+
+
+# -- a terminal --------------------------------------------------------------------------------------------------------
+
+
+def test_a_terminal_is_told_what_is_left_or_lacks_and_who_asked_last(script, capsys):
+    for function, gpu, code, said in (("build", "a4000", 0, "left"), ("large", "t4", 1, "lacks")):
+        assert main(["trace", f"{script}:{function}", "--gpu", gpu, "--json"]) == code
+        answer = json.loads(capsys.readouterr().out)
+        main(["trace", f"{script}:{function}", "--gpu", gpu])
+        lines = [re.sub(" +", " ", line) for line in capsys.readouterr().out.splitlines()]
+        least, most = sorted(map(abs, answer["left"].values()))
+        assert f"{said} at least {format_bytes(least)}" in lines
+        assert f"{said} at most {format_bytes(most)}" in lines
+        peak = answer["peak"]
+        who = f"{peak['op']} in {peak['module']}" if peak["module"] else peak["op"]
+        assert f"The last of the peak was asked for by {who}, at {peak['line']}." in lines
 
 
 # -- the option --------------------------------------------------------------------------------------------------------

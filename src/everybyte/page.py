@@ -98,10 +98,11 @@ def _of_trace(answer: Mapping[str, Any], timeline: Timeline) -> Iterator[Markup]
     gpu, peak, verdict = answer["gpu"], answer["peak"], answer["verdict"]
     steps = answer["steps"]
     times = f"{steps} step{'s' * (steps > 1)}" if steps else "one run"
-    yield join(f"{verdict}: {answer['function']} on {gpu['name']}")
+    program = " ".join([answer["function"], *answer["arguments"]])
+    yield join(f"{verdict}: {program} on {gpu['name']}")
     yield tag(
         "header",
-        tag("p", _name(answer["function"]), f" on {gpu['name']}, {times} ", _chip("traced"), class_="about"),
+        tag("p", _name(program), f" on {gpu['name']}, {times} ", _chip("traced"), class_="about"),
         tag("h1", verdict, class_=_TONES.get(verdict)),
         tag("p", *_left(answer), class_="lead"),
         *_reason(answer),
@@ -247,7 +248,7 @@ def _of_recording(answer: Mapping[str, Any], timeline: Timeline) -> Iterator[Mar
     recorded, live = answer["recorded"], answer["live_at_peak"]
     failures = answer["out_of_memory"]
     watched = answer.get("run", {})
-    what = watched.get("script", answer["file"])
+    what = " ".join([watched.get("script", answer["file"]), *watched.get("arguments", [])])
     reserved = amount(recorded["peak_reserved"])
     headline = "ran out of memory" if failures else f"peak {amount(recorded['peak_allocated'])}"
     yield join(f"{headline}: {what}")

@@ -209,9 +209,14 @@ def _lines(answer: Mapping[str, Any], run: Trace, needs: Replay) -> Iterator[str
     yield from peaks(answer)
     context = f"less {gpu.context[0]:,} to {gpu.context[1]:,} B for a context"
     yield f"memory          {format_bytes(gpu.total):>46}  {context}"
+    least, most = answer["left"].values()
+    for nbytes, left, lacking in ((least, "left at least", "lacks at most"), (most, "left at most", "lacks at least")):
+        yield f"{lacking if nbytes < 0 else left:14}  {format_bytes(abs(nbytes)):>46}"
     yield ""
-    yield f"When most is reserved: {needs.fragmentation}."
     when = f"step {peak['step']}, {peak['phase']}" if peak["step"] >= 0 else f"event {peak['event']:,}"
+    who = " in ".join(filter(None, [peak["op"], peak["module"]]))
+    yield printable(f"The last of the peak was asked for by {who}, at {peak['line'] or 'no line of yours'}.")
+    yield f"When most is reserved: {needs.fragmentation}."
     for key in ("category", "module", "op"):
         yield ""
         yield f"Requested at the peak ({when}), by {key}:"
