@@ -308,6 +308,8 @@ def test_any_run_is_drawn_in_well_formed_pictures_none_of_which_leaves_its_frame
     for picture in (svg.life(run, 360), svg.life(run, 960, limit=run.peak_bytes), svg.icicle(run, 360)):
         drawn = ET.fromstring(picture)
         width = float(drawn.get("viewBox").split()[2])
+        ticks = [text.text for text in drawn.iter("text") if text.get("class") == "tick" and text.get("text-anchor")]
+        assert all(len(tick) * svg.LETTER <= 49 for tick in ticks), "a label of the scale is cut off"
         for path in drawn.iter("path"):
             across = [float(x) for x in re.findall(r"[MH]([-\d.]+)", path.get("d"))]
             assert all(0 <= x <= width for x in across)
