@@ -252,7 +252,7 @@ def _of_recording(answer: Mapping[str, Any], timeline: Timeline) -> Iterator[Mar
     reserved = amount(recorded["peak_reserved"])
     headline = "ran out of memory" if failures else f"peak {amount(recorded['peak_allocated'])}"
     yield join(f"{headline}: {what}")
-    largest = live[0] if live else {"line": "", "op": "", "bytes": 0}
+    largest = next((row for row in live if row["line"]), {"line": "", "op": "", "bytes": 0})
     facts = {
         "peak allocated": _size(recorded["peak_allocated"]),
         "peak reserved": _size(recorded["peak_reserved"]),
@@ -351,7 +351,7 @@ def _life(timeline: Timeline, limit: int | None) -> Iterator[Markup]:
     yield tag("h2", "Memory over the run")
     yield _pictures(svg.life, timeline, limit=limit)
     yield _legend(
-        (kind, f"{shortened(name or 'other lines', LONGEST)} {amount(int(curve[timeline.peak]))}")
+        (kind, f"{shortened(name or 'others, and what has no stack', LONGEST)} {amount(int(curve[timeline.peak]))}")
         for name, (kind, curve) in svg.series(timeline).items()
         if curve.max() >= timeline.peak_bytes / 1000
     )

@@ -75,7 +75,7 @@ def life(timeline: Timeline, width: int, limit: int | None = None) -> Markup:
         areas.append(
             tag(
                 "path",
-                tag("title", f"{name or 'other lines'}: {most} at most"),
+                tag("title", f"{name or 'others, and what has no stack'}: {most} at most"),
                 class_=kind,
                 d=_steps(keep + first, levels, x, y(0), x(end)),
             )
