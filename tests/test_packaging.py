@@ -42,7 +42,8 @@ def test_the_wheel_installs_the_package_and_nothing_beside_it(wheel):
 def test_the_wheel_carries_every_module_and_the_look_of_figures_and_pages(wheel):
     sources = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src" / "everybyte").rglob("*.py")}
     assert sources <= set(wheel.namelist())
-    assert {"everybyte/book.mplstyle", "everybyte/page.css", "everybyte/answer.schema.json"} <= set(wheel.namelist())
+    data = ("book.mplstyle", "page.css", "answer.schema.json", "messages.toml")
+    assert {f"everybyte/{name}" for name in data} <= set(wheel.namelist())
 
 
 def test_the_wheel_installs_the_command(wheel):
