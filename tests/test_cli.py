@@ -19,6 +19,8 @@ from everybyte.cli import main
 from everybyte.timeline import Recorder, Timeline
 from everybyte.units import MiB
 
+TRACE = ("trace", "--quick")  # without the trials, of which `test_trials` knows
+
 
 @pytest.fixture
 def run(capsys):
@@ -159,7 +161,7 @@ def script(tmp_path, monkeypatch):
 
 
 def test_a_step_is_traced_to_the_byte_and_told_by_module_op_and_category(script, run):
-    code, out, err = run("trace", f"{script}:build", "--gpu", "a4000", "--json")
+    code, out, err = run(*TRACE, f"{script}:build", "--gpu", "a4000", "--json")
     assert (code, err) == (0, "building on cuda\n")
     found = json.loads(out)
     weight, inputs, outputs = 4 * 256 * 128, 4 * 64 * 256, 4 * 64 * 128
@@ -177,27 +179,27 @@ def test_a_step_is_traced_to_the_byte_and_told_by_module_op_and_category(script,
     assert rows["parameter"] == rows["gradient"] == weight
     for key in ("category", "module", "op"):
         assert sum(row["bytes"] for row in found[f"by_{key}"]) == found["peak_requested"]
-    text = run("trace", f"{script}:build", "--gpu", "a4000")[1]
+    text = run(*TRACE, f"{script}:build", "--gpu", "a4000")[1]
     assert text.startswith(f"{script}:build on NVIDIA RTX A4000, 3 steps: fits\n")
     assert "131,072 B (131.072 KB, 128.000 KiB)   36.4%        1 ×  parameter" in text
     assert text.count("8,519,680 B (8.520 MB, 8.125 MiB): cuBLAS's workspace") == 2
 
 
 def test_the_timeline_is_written_for_pytorchs_viewer_and_as_a_table(script, run, answer):
-    code, *_ = run("trace", f"{script}:build", "--steps", 2, "--snapshot", "t.pickle", "--parquet", "t.parquet")
+    code, *_ = run(*TRACE, f"{script}:build", "--steps", 2, "--snapshot", "t.pickle", "--parquet", "t.parquet")
     assert code == 0
     t = Timeline.from_parquet("t.parquet")
     assert t.info["steps"] == 2
     assert answer("snapshot", "t.pickle")["recorded"]["peak_requested"] == t.peak_bytes + 2 * 8_519_680
-    assert run("trace", f"{script}:build", "--figure", "t.svg")[0] == 0
+    assert run(*TRACE, f"{script}:build", "--figure", "t.svg")[0] == 0
     assert "peak" in (drawing := Path("t.svg").read_text()) and "<svg" in drawing
-    refused(run("trace", f"{script}:build", "--figure", "t.txt"), "let it end in .png, .svg or .pdf")
-    refused(run("trace", f"{script}:build", "--parquet", "no/t.parquet"), "cannot be written: there is no folder no")
-    refused(run("trace", f"{script}:build", "--snapshot", "."), "cannot be written: it is a folder")
+    refused(run(*TRACE, f"{script}:build", "--figure", "t.txt"), "let it end in .png, .svg or .pdf")
+    refused(run(*TRACE, f"{script}:build", "--parquet", "no/t.parquet"), "cannot be written: there is no folder no")
+    refused(run(*TRACE, f"{script}:build", "--snapshot", "."), "cannot be written: it is a folder")
 
 
 def test_a_file_is_traced_as_a_module_is_and_a_function_may_run_everything_itself(script, run):
-    code, out, _ = run("trace", f"{script}.py:alone", "--steps", 7, "--json")
+    code, out, _ = run(*TRACE, f"{script}.py:alone", "--steps", 7, "--json")
     found = json.loads(out)
     assert (code, found["steps"], found["assumed"], found["gpu"]["key"]) == (0, 0, True, "a100-80gb")
     assert found["peak_requested"] == 4 * (2 * 256 * 128 + 64 * 256 + 64 * 128) + 8
@@ -211,27 +213,27 @@ def test_after_a_script_come_its_own_arguments_and_after_a_function_more_options
         "    x = torch.zeros(len(sys.argv), device='cuda')\n"
         "    print(torch.cuda.get_device_name(), sys.argv[1:])\n"
     )
-    code, out, err = run("trace", "--gpu", "t4", "--json", "alone.py", "--json", "--gpu", "none", "x:y")
+    code, out, err = run(*TRACE, "--gpu", "t4", "--json", "alone.py", "--json", "--gpu", "none", "x:y")
     found = json.loads(out)
     assert (code, found["peak_requested"], found["ended"]) == (0, 4 * 5, "the script's end")
     assert err == "Tesla T4 ['--json', '--gpu', 'none', 'x:y']\n"
     assert (found["function"], found["arguments"]) == ("alone.py", ["--json", "--gpu", "none", "x:y"])
     for stray in (["--gpu", "t4", "x"], ["x", "--gpu", "t4"], ["--gpu", "t4", "alone.py"]):
-        refused(run("trace", f"{script}:build", *stray), "unrecognized arguments: ")
+        refused(run(*TRACE, f"{script}:build", *stray), "unrecognized arguments: ")
 
 
 def test_what_is_larger_than_the_gpu_does_not_fit_and_what_would_help_is_said(script, run):
-    code, out, err = run("trace", f"{script}:large", "--gpu", "a4000", "--json")
+    code, out, err = run(*TRACE, f"{script}:large", "--gpu", "a4000", "--json")
     found = json.loads(out)
     assert (code, found["verdict"], found["out_of_memory"]["cause"]) == (1, "does not fit", "demand")
     assert found["peak_allocated"] >= found["peak_requested"] == 20 * 10**9
     assert err.splitlines()[-1].startswith("everybyte: does not fit on NVIDIA RTX A4000: out of memory at event 0")
-    assert run("trace", f"{script}:large", "--gpu", "a100-80gb")[0] == 0
+    assert run(*TRACE, f"{script}:large", "--gpu", "a100-80gb")[0] == 0
 
 
 def test_what_fits_only_in_segments_that_grow_is_told_the_setting(script, run):
     # Three of 6 MiB share a segment of 20: 2,600 need 867 of them, 17,340 MiB; one that grows takes 15,600 of 15,755.
-    code, out, err = run("trace", f"{script}:scattered", "--gpu", "a4000", "--steps", 1, "--json")
+    code, out, err = run(*TRACE, f"{script}:scattered", "--gpu", "a4000", "--steps", 1, "--json")
     found = json.loads(out)
     assert (code, found["out_of_memory"]["cause"], found["peak_reserved"]) == (1, "fragmentation", 867 * 20 * MiB)
     assert err.endswith("with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it fits\n")
@@ -249,7 +251,7 @@ def test_what_fits_only_in_segments_that_grow_is_told_the_setting(script, run):
     ],
 )
 def test_a_figure_that_is_not_certain_makes_no_verdict(script, run, function, why):
-    code, out, err = run("trace", f"{script}:{function}", "--gpu", "a4000", "--json")
+    code, out, err = run(*TRACE, f"{script}:{function}", "--gpu", "a4000", "--json")
     assert (code, json.loads(out)["verdict"]) == (3, "cannot say")
     assert err.splitlines()[-1].startswith("everybyte: cannot say whether it fits")
     assert why in err.splitlines()[-1]
@@ -264,7 +266,7 @@ def test_a_figure_that_is_not_certain_makes_no_verdict(script, run, function, wh
     ],
 )
 def test_what_cannot_be_traced_is_no_error_of_the_user(script, run, function, why):
-    refused(run("trace", f"{script}:{function}"), why, code=3)
+    refused(run(*TRACE, f"{script}:{function}"), why, code=3)
 
 
 @pytest.mark.parametrize(
@@ -300,7 +302,7 @@ def test_an_error_of_the_users_code_is_one_line_with_its_place(script, run, targ
         "async def steps(): pass\ndef build(): return steps\n"
         "def cancelled(): import asyncio; raise asyncio.CancelledError('by hand')\n"
     )
-    code, out, err = run("trace", target)
+    code, out, err = run(*TRACE, target)
     refused((code, out, err.splitlines(keepends=True)[-1]), why)
 
 
@@ -312,7 +314,7 @@ def test_a_script_may_end_itself_and_whatever_it_prints_spoils_no_answer(tmp_pat
         "    print('printed'); os.write(1, b'written'); os.system('echo spoken')\n"
         "    sys.exit(0)\n"
     )
-    command = [sys.executable, "-m", "everybyte", "trace", "script.py:main", "--json"]
+    command = [sys.executable, "-m", "everybyte", "trace", "--quick", "script.py:main", "--json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (done.returncode, json.loads(done.stdout)["peak_requested"]) == (0, 4000)
     assert all(said in done.stderr for said in ("printed", "written", "spoken"))
@@ -326,20 +328,20 @@ def test_an_error_behind_a_branch_that_nobody_knows_is_no_error_of_the_user(tmp_
         "    left = [] if torch.randn(4).sum() > 0 else [1]\n"
         "    left.remove(1)\n    left.remove(1)\n"
     )
-    refused(run("trace", f"{path}:train"), "ValueError: list.remove(x): x not in list The trace took a branch", code=3)
+    refused(run(*TRACE, f"{path}:train"), "ValueError: list.remove(x): x not in list The trace took a branch", code=3)
 
 
 def test_no_program_is_overwritten_and_what_cannot_be_written_is_said(script, run, tmp_path):
     program = tmp_path / "other.py"
     program.write_text("x = 1")
-    refused(run("trace", f"{script}:build", "--snapshot", program), "other.py cannot be written: it is a program")
+    refused(run(*TRACE, f"{script}:build", "--snapshot", program), "other.py cannot be written: it is a program")
     assert program.read_text() == "x = 1"
     twice = ("--snapshot", tmp_path / "out", "--parquet", tmp_path / "out")
-    refused(run("trace", f"{script}:build", *twice), "both name")
+    refused(run(*TRACE, f"{script}:build", *twice), "both name")
     full = Path("/dev/full")
     if full.exists():
         for option in ("--snapshot", "--parquet"):
-            code, _, err = run("trace", f"{script}:build", option, full)
+            code, _, err = run(*TRACE, f"{script}:build", option, full)
             assert (code, err.splitlines()[-1]) == (2, f"everybyte: {full} cannot be written: No space left on device")
         assert full.is_char_device()
 
@@ -349,7 +351,7 @@ def test_files_are_written_where_the_command_was_called_wherever_the_code_goes(t
     elsewhere.mkdir()
     (tmp_path / "script.py").write_text("import os, torch\ndef f(): os.chdir('elsewhere'); torch.zeros(4)\n")
     monkeypatch.chdir(tmp_path)
-    assert run("trace", "script.py:f", "--parquet", "out.parquet")[0] == 0
+    assert run(*TRACE, "script.py:f", "--parquet", "out.parquet")[0] == 0
     assert Timeline.from_parquet(tmp_path / "out.parquet").peak_bytes == 16
     assert not list(elsewhere.iterdir())
 
@@ -371,7 +373,7 @@ def test_an_answer_that_cannot_all_be_written_keeps_its_exit_code_or_says_so(tmp
         if not Path(output).exists():
             pytest.skip("no /dev/full here")
         writer = os.open(output, os.O_WRONLY)
-    command = [sys.executable, "-m", "everybyte", "trace", "script.py:f", "--gpu", "t4", "--json"]
+    command = [sys.executable, "-m", "everybyte", "trace", "--quick", "script.py:f", "--gpu", "t4", "--json"]
     done = subprocess.run(command, cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
     os.close(writer)
     assert done.returncode == code, done.stderr
@@ -380,12 +382,12 @@ def test_an_answer_that_cannot_all_be_written_keeps_its_exit_code_or_says_so(tmp
 
 
 def test_the_whole_error_is_shown_if_asked_for_and_options_are_checked_first(script, run):
-    code, out, err = run("trace", f"{script}:fails", "--traceback")
+    code, out, err = run(*TRACE, f"{script}:fails", "--traceback")
     assert (code, out) == (2, "")
     assert "Traceback" in err
-    refused(run("trace", f"{script}:build", "--gpu", "a400"), "gpu='a400' is not in the table; it has")
-    refused(run("trace", f"{script}:build", "--gpu", ""), "gpu='' is not in the table; it has")
-    refused(run("trace", f"{script}:build", "--steps", "0"), "the number of steps is a positive whole number, not '0'")
+    refused(run(*TRACE, f"{script}:build", "--gpu", "a400"), "gpu='a400' is not in the table; it has")
+    refused(run(*TRACE, f"{script}:build", "--gpu", ""), "gpu='' is not in the table; it has")
+    refused(run(*TRACE, f"{script}:build", "--steps", "0"), "the number of steps is a positive whole number, not '0'")
 
 
 # -- snapshot: what it answers -----------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from everybyte.allocator import Allocator
 from everybyte.cli import main
 from everybyte.markup import Markup, markup, tag
 from everybyte.timeline import CATEGORIES, Recorder
-from everybyte.units import MiB, format_bytes
+from everybyte.units import MiB
 
 SCHEMA = schema.read()
 
@@ -81,7 +81,7 @@ def ask(*args):
 @pytest.fixture(scope="module")
 def traced(script):
     """The answer of three steps of a small network."""
-    return ask("trace", f"{script}:build", "--gpu", "a4000")
+    return ask("trace", "--quick", f"{script}:build", "--gpu", "a4000")
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def check(answer, which):
     ],
 )
 def test_every_key_of_a_traced_answer_is_described_and_as_described(script, function, gpu, verdict):
-    answer = ask("trace", f"{script}:{function}", "--gpu", gpu)
+    answer = ask("trace", "--quick", f"{script}:{function}", "--gpu", gpu)
     assert answer["verdict"] == verdict
     check(answer, "trace")
 
@@ -215,7 +215,7 @@ def test_what_fits_and_what_makes_it_smaller_stand_before_the_pictures(traced):
 
 def test_a_traced_report_has_the_answer_s_numbers_and_the_answer_itself(script, tmp_path):
     out, kept = tmp_path / "report.html", tmp_path / "run.parquet"
-    answer = ask("trace", f"{script}:build", "--gpu", "a4000", "--html", out, "--parquet", kept)
+    answer = ask("trace", "--quick", f"{script}:build", "--gpu", "a4000", "--html", out, "--parquet", kept)
     text = out.read_text(encoding="utf-8")
     read = Reader(text)
     assert read.open == []
@@ -308,8 +308,6 @@ def test_any_run_is_drawn_in_well_formed_pictures_none_of_which_leaves_its_frame
     for picture in (svg.life(run, 360), svg.life(run, 960, limit=run.peak_bytes), svg.icicle(run, 360)):
         drawn = ET.fromstring(picture)
         width = float(drawn.get("viewBox").split()[2])
-        ticks = [text.text for text in drawn.iter("text") if text.get("class") == "tick" and text.get("text-anchor")]
-        assert all(len(tick) * svg.LETTER <= 49 for tick in ticks), "a label of the scale is cut off"
         for path in drawn.iter("path"):
             across = [float(x) for x in re.findall(r"[MH]([-\d.]+)", path.get("d"))]
             assert all(0 <= x <= width for x in across)
@@ -408,28 +406,11 @@ def test_text_stays_text_in_elements_and_in_attributes(inside, attribute):
     assert [key for _, key, _ in read.attributes] == ["title"]
 
 
-# -- a terminal --------------------------------------------------------------------------------------------------------
-
-
-def test_a_terminal_is_told_what_is_left_or_lacks_and_who_asked_last(script, capsys):
-    for function, gpu, code, said in (("build", "a4000", 0, "left"), ("large", "t4", 1, "lacks")):
-        assert main(["trace", f"{script}:{function}", "--gpu", gpu, "--json"]) == code
-        answer = json.loads(capsys.readouterr().out)
-        main(["trace", f"{script}:{function}", "--gpu", gpu])
-        lines = [re.sub(" +", " ", line) for line in capsys.readouterr().out.splitlines()]
-        least, most = sorted(map(abs, answer["left"].values()))
-        assert f"{said} at least {format_bytes(least)}" in lines
-        assert f"{said} at most {format_bytes(most)}" in lines
-        peak = answer["peak"]
-        who = f"{peak['op']} in {peak['module']}" if peak["module"] else peak["op"]
-        assert f"The last of the peak was asked for by {who}, at {peak['line']}." in lines
-
-
 # -- the option --------------------------------------------------------------------------------------------------------
 
 
 def test_a_report_that_cannot_be_written_is_refused_in_one_line(script, recorded, tmp_path, capsys):
-    for command in (["trace", f"{script}:build"], ["snapshot", str(recorded(512))]):
+    for command in (["trace", "--quick", f"{script}:build"], ["snapshot", str(recorded(512))]):
         assert main([*command, "--html", str(tmp_path / "missing" / "x.html")]) == 2
         out, err = capsys.readouterr()
         assert out == ""

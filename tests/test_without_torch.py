@@ -43,19 +43,6 @@ def test_a_snapshot_is_explained(tmp_path, torch):
     assert "12,288 B" in done.stdout
 
 
-def test_a_message_is_explained_and_timelines_are_compared(tmp_path):
-    log, before, after = tmp_path / "log.txt", tmp_path / "before.parquet", tmp_path / "after.parquet"
-    log.write_text("torch.AcceleratorError: CUDA error: out of memory")
-    done = run("explain", log)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("outside the allocator")
-    for path, nbytes in ((before, 1000), (after, 1010)):
-        timeline(nbytes).to_parquet(path)
-    done = run("diff", before, after, "--max", "+0.5%")
-    assert done.returncode == 1
-    assert "grew by 10 B" in done.stderr
-
-
 @pytest.mark.parametrize("torch, why", [(None, "none is installed"), ("2.1.2", "not 2.1.2")])
 def test_a_command_that_needs_torch_says_so_in_one_line(torch, why):
     done = run("trace", "train.py:build", torch=torch)

@@ -1,4 +1,4 @@
-"""What kind of out-of-memory error a message reports, from the message alone, by arithmetic.
+"""What kind of out-of-memory error a message reports, from the message alone: which of six causes, by arithmetic.
 
 PyTorch's allocator prints what it asked of the driver, what the GPU has, and what the process holds
 (`c10/cuda/CUDACachingAllocator.cpp`, `malloc` and `reportProcessMemoryInfo`; `c10/xpu` likewise). A cause is what would

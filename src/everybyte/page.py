@@ -98,11 +98,10 @@ def _of_trace(answer: Mapping[str, Any], timeline: Timeline) -> Iterator[Markup]
     gpu, peak, verdict = answer["gpu"], answer["peak"], answer["verdict"]
     steps = answer["steps"]
     times = f"{steps} step{'s' * (steps > 1)}" if steps else "one run"
-    program = " ".join([answer["function"], *answer["arguments"]])
-    yield join(f"{verdict}: {program} on {gpu['name']}")
+    yield join(f"{verdict}: {answer['function']} on {gpu['name']}")
     yield tag(
         "header",
-        tag("p", _name(program), f" on {gpu['name']}, {times} ", _chip("traced"), class_="about"),
+        tag("p", _name(answer["function"]), f" on {gpu['name']}, {times} ", _chip("traced"), class_="about"),
         tag("h1", verdict, class_=_TONES.get(verdict)),
         tag("p", *_left(answer), class_="lead"),
         *_reason(answer),
@@ -150,7 +149,7 @@ def _of_trace(answer: Mapping[str, Any], timeline: Timeline) -> Iterator[Markup]
 
 
 def _reason(answer: Mapping[str, Any]) -> Iterator[Markup]:
-    if answer["verdict"] == "cannot say":
+    if answer["verdict"] in ("cannot say", "tight"):
         yield tag("p", answer["reason"])
     elif answer["reason"]:
         yield tag("details", tag("summary", "The request that fails"), tag("p", answer["reason"]))
@@ -158,22 +157,20 @@ def _reason(answer: Mapping[str, Any]) -> Iterator[Markup]:
 
 def _left(answer: Mapping[str, Any]) -> Iterator[object]:
     least, most = answer["left"]["at_least"], answer["left"]["at_most"]
-    reserved = amount(answer["peak_reserved"])
+    needs = amount(answer["needs"])
     if least >= 0:
-        yield join(f"It reserves {reserved} at its fullest; {_range(least, most)} are left on the card.")
+        yield join(f"It needs {needs} at its fullest; {_range(least, most)} are left on the card.")
     elif most < 0:
         yield join(
-            f"It reserves {reserved} at its fullest, ",
+            f"It needs {needs} at its fullest, ",
             tag("strong", f"{_range(-most, -least)} more"),
             " than the card leaves a process.",
         )
     else:
         yield join(
-            f"It reserves {reserved} at its fullest. What a CUDA context takes decides: ",
+            f"It needs {needs} at its fullest. What a CUDA context takes decides: ",
             f"{amount(most)} may be left, or {amount(-least)} lack.",
         )
-    if least < 0 and answer["verdict"] in ("fits", "tight"):
-        yield " It fits all the same: the allocator gives back what it has cached before it fails."
 
 
 def _range(least: int, most: int) -> str:
@@ -248,11 +245,11 @@ def _of_recording(answer: Mapping[str, Any], timeline: Timeline) -> Iterator[Mar
     recorded, live = answer["recorded"], answer["live_at_peak"]
     failures = answer["out_of_memory"]
     watched = answer.get("run", {})
-    what = " ".join([watched.get("script", answer["file"]), *watched.get("arguments", [])])
+    what = watched.get("script", answer["file"])
     reserved = amount(recorded["peak_reserved"])
     headline = "ran out of memory" if failures else f"peak {amount(recorded['peak_allocated'])}"
     yield join(f"{headline}: {what}")
-    largest = next((row for row in live if row["line"]), {"line": "", "op": "", "bytes": 0})
+    largest = live[0] if live else {"line": "", "op": "", "bytes": 0}
     facts = {
         "peak allocated": _size(recorded["peak_allocated"]),
         "peak reserved": _size(recorded["peak_reserved"]),
@@ -351,7 +348,7 @@ def _life(timeline: Timeline, limit: int | None) -> Iterator[Markup]:
     yield tag("h2", "Memory over the run")
     yield _pictures(svg.life, timeline, limit=limit)
     yield _legend(
-        (kind, f"{shortened(name or 'others, and what has no stack', LONGEST)} {amount(int(curve[timeline.peak]))}")
+        (kind, f"{shortened(name or 'other lines', LONGEST)} {amount(int(curve[timeline.peak]))}")
         for name, (kind, curve) in svg.series(timeline).items()
         if curve.max() >= timeline.peak_bytes / 1000
     )

@@ -17,11 +17,10 @@ from . import figures
 from .figures import amount, corners, draw_tree, fitted, module_tree, shortened, unit_of
 from .markup import Markup, tag
 from .timeline import CATEGORIES, WORKSPACE, Timeline
-from .units import KB, MB
 
 SIZE: Final = 12  # of letters, px
 LETTER: Final = 0.58 * SIZE  # about as wide as one is
-_LEFT, _RIGHT, _TOP, _BOTTOM = 54, 6, 74, 22  # px around the area that is drawn in
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 6, 74, 22  # px around the area that is drawn in
 CLASSES: Final = {colour: f"kind-{name.replace(' ', '-')}" for name, colour in figures.COLOURS.items()}
 
 
@@ -75,7 +74,7 @@ def life(timeline: Timeline, width: int, limit: int | None = None) -> Markup:
         areas.append(
             tag(
                 "path",
-                tag("title", f"{name or 'others, and what has no stack'}: {most} at most"),
+                tag("title", f"{name or 'other lines'}: {most} at most"),
                 class_=kind,
                 d=_steps(keep + first, levels, x, y(0), x(end)),
             )
@@ -235,7 +234,7 @@ def _steps(events: np.ndarray, levels: Sequence[float], x: Any, bottom: float, e
 
 
 def _grid(high: int, width: int, y: Any) -> list[Markup]:
-    unit, name = unit_of(high) if high >= MB or high < 10 * KB else (KB, "KB")
+    unit, name = unit_of(high)
     rough = high / unit / 4
     power = 10.0 ** floor(log10(rough))
     step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= rough)

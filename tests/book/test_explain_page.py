@@ -51,7 +51,7 @@ def test_what_is_pasted_is_explained_as_it_is_typed_and_leaves_the_page_alone(bo
     box.fetched.clear()
     box.get_by_label("The message, or the log that it stands in").fill(text)
     assert box.locator(".calculator-verdict").text_content().startswith("fragmentation: ")
-    assert box.locator("#explain li code").first.text_content().startswith("PYTORCH_CUDA_ALLOC_CONF=")
+    assert box.locator("#explain li code").first.text_content().endswith("python train.py")
     box.get_by_label("The message, or the log that it stands in").fill(
         "<img src=x onerror=alert(1)> CUDA error: out of memory"
     )

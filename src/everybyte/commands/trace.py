@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from .. import answers, figures, gpus, page, workspace
-from ..allocator import Allocator, OutOfMemory, Replay
+from ..allocator import Allocator, Replay
 from ..caching import MIN_BLOCK
+from ..changes import Loaders
 from ..names import alike, printable
 from ..script import Failed, Program, Ran
-from ..timeline import Timeline
 from ..trace import Trace
+from ..trials import Advice, Trial, Trials
 from ..units import format_bytes
+from ..verdict import DOES_NOT_FIT, FITS, TIGHT, Verdict, doubts, judge
 from . import BAD_INPUT, CANNOT_SAY, NO, SCHEMA, Answer, Stop, new_file, on_stderr, written
 from .text import LONGEST_LINE, LONGEST_TABLE, peaks, table
 
@@ -52,6 +55,11 @@ def add(commands: Any) -> argparse.ArgumentParser:
         "--html", type=new_file, metavar="OUT", help="write a report, one file that opens in any browser"
     )
     parser.add_argument("--figure", type=_new_figure, metavar="OUT", help="draw it: a .png, .svg or .pdf")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="the verdict alone: no largest batch, no edits tried, each a trace of its own",
+    )
     parser.add_argument("--traceback", action="store_true", help="show all of an error of the code that is traced")
     parser.set_defaults(command=_answer)
     return parser
@@ -96,7 +104,8 @@ def _answer(args: argparse.Namespace) -> Answer:
     for one, other in itertools.combinations(files, 2):
         if files[one] == files[other]:
             raise Stop(BAD_INPUT, f"--{one} and --{other} both name {files[one]}: give each a file of its own")
-    ran = _traced(args, gpu)
+    program, loaders = _program(args), Loaders()
+    ran = _traced(program, gpu, loaders, args.traceback)
     run, remarks = ran.run, list(ran.remarks)
     timeline = run.timeline
     if not len(timeline):
@@ -110,14 +119,16 @@ def _answer(args: argparse.Namespace) -> Answer:
     written(args.parquet, timeline.to_parquet)
     written(args.figure, lambda path: figures.overview(timeline).savefig(path))
 
-    needs = Allocator().replay(whole)
     notes = {
         "not_covered": sorted(run.not_covered),
         "conditional": list(run.conditional),
         "left_out": sorted(run.left_out),
         "remarks": [*remarks, *run.remarks],
     }
-    verdict, failure, stop = _verdict(needs, whole, gpu, list(_unsure(notes)))
+    unsure = doubts(run.not_covered, run.conditional)
+    verdict = judge(whole, gpu, unsure)
+    advice = Advice({}, ()) if args.quick or unsure else _advice(program, gpu, Trial.of(verdict, loaders))
+    needs = verdict.replay
     answer = {
         "schema": SCHEMA,
         "function": args.target,
@@ -132,18 +143,31 @@ def _answer(args: argparse.Namespace) -> Answer:
         },
         "assumed": args.gpu is None,
         "steps": steps,
-        "verdict": verdict,
-        "reason": stop and str(stop),
-        "left": {
-            "at_least": gpu.usable[0] - needs.peak_reserved,
-            "at_most": gpu.usable[1] - needs.peak_reserved,
+        "verdict": verdict.word,
+        "reason": verdict.why or None,
+        "needs": verdict.needs,
+        "left": {"at_least": verdict.left[0], "at_most": verdict.left[1]},
+        "largest": {
+            kind: {"now": one.now, "fits": one.size, "bytes": one.nbytes, "next_bytes": one.next_nbytes}
+            for kind, one in advice.largest.items()
         },
+        "levers": [
+            {
+                "name": pulled.lever.name,
+                "saves": needs.peak_reserved - pulled.trial.nbytes,
+                "peak_reserved": pulled.trial.nbytes,
+                "fits": pulled.trial.fits,
+                "costs": pulled.lever.costs,
+                "edit": dict(pulled.lever.edit),
+            }
+            for pulled in advice.levers
+        ],
         "peak_allocated": needs.peak_allocated,
         "peak_rounded": timeline.rounded(MIN_BLOCK).peak_bytes,
         "peak_requested": timeline.peak_bytes,
         "peak_reserved": needs.peak_reserved,
         "fragmentation": asdict(needs.fragmentation),
-        "out_of_memory": failure and asdict(failure),
+        "out_of_memory": verdict.failure and asdict(verdict.failure),
         "peak": answers.moment(timeline, timeline.peak, "step", "phase", "op", "module", "line"),
         **{f"by_{key}": answers.by(timeline, key) for key in ("category", "module", "op", "line")},
         "saved_for_backward": answers.saved_for_backward(timeline),
@@ -152,52 +176,59 @@ def _answer(args: argparse.Namespace) -> Answer:
         **notes,
     }
     written(args.html, lambda path: path.write_text(page.html(answer, timeline), encoding="utf-8"))
-    return answer, _lines(answer, run, needs), stop
+    return answer, _lines(answer, run, needs), _stop(verdict)
 
 
-def _traced(args: argparse.Namespace, gpu: gpus.GPU) -> Ran:
-    """Runs the user's program in a trace; what it prints goes to the error output."""
+def _program(args: argparse.Namespace) -> Program:
     try:
-        program = Program(args.target, args.arguments, args.steps or Program.steps)
-        with on_stderr():
-            return program.trace(gpu)
+        return Program(args.target, args.arguments, args.steps or Program.steps)
     except ValueError as error:
         raise Stop(BAD_INPUT, str(error)) from None
+
+
+def _traced(program: Program, gpu: gpus.GPU, loaders: Loaders, show: bool) -> Ran:
+    """Runs the user's program in a trace; what it prints goes to the error output."""
+    try:
+        with on_stderr():
+            return program.trace(gpu, changes=[loaders.watched()])
     except Failed as error:
-        if args.traceback:
+        if show:
             traceback.print_exception(error.__cause__)
         raise Stop(CANNOT_SAY if error.cannot_say else BAD_INPUT, str(error)) from None
 
 
-def _verdict(
-    needs: Replay, timeline: Timeline, gpu: gpus.GPU, unsure: Sequence[str]
-) -> tuple[str, OutOfMemory | None, Stop | None]:
-    """Whether it fits, the request that fails, and why the answer is no plain yes.
-
-    What a CUDA context takes is a range: it fits if it does beside the largest, and does not if it does not beside the
-    smallest.
-    """
-    tight, loose = (Allocator(total=usable).replay(timeline).out_of_memory for usable in gpu.usable)
-    if unsure:
-        return "cannot say", tight, Stop(CANNOT_SAY, f"cannot say whether it fits: {'; '.join(unsure)}")
-    if loose:
-        mend = f"it needs {format_bytes(needs.peak_reserved)}: make the batch smaller, recompute, or choose another GPU"
-        if Allocator(total=gpu.usable[0], expandable_segments=True).replay(timeline).out_of_memory is None:
-            mend = "with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it fits"
-        return "does not fit", loose, Stop(NO, f"does not fit on {gpu.name}: {loose}; {mend}")
-    if tight:
-        least, most = (format_bytes(nbytes) for nbytes in gpu.context)
-        why = f"it does if the CUDA context takes {least}, and not if it takes {most}; make the batch a little smaller"
-        return "cannot say", tight, Stop(CANNOT_SAY, f"cannot say whether it fits on {gpu.name}: {why}")
-    return "fits", None, None
+def _advice(program: Program, gpu: gpus.GPU, plain: Trial) -> Advice:
+    if sys.stderr.isatty():
+        print("The verdict is there; now the largest batch that fits and what would help ...", file=sys.stderr)
+    with Trials(program, gpu) as trials:
+        return trials.advice(plain)
 
 
-def _unsure(notes: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    if notes["not_covered"]:
-        yield f"no rule covers {', '.join(notes['not_covered'])}: leave it out, or measure it on the GPU"
-    if notes["conditional"]:
-        lines = ", ".join(notes["conditional"])
-        yield f"at {lines} a value that no trace knows decides the way, or full memory; figures are of the way taken"
+def _stop(verdict: Verdict) -> Stop | None:
+    codes = {FITS: None, TIGHT: None, DOES_NOT_FIT: NO}
+    code = codes.get(verdict.word, CANNOT_SAY)
+    return None if code is None else Stop(code, verdict.why)
+
+
+def _first(answer: Mapping[str, Any]) -> Iterator[str]:
+    """What one wants to know first: how much is left or missing, where the peak is, what fits, what helps."""
+    least, most = answer["left"]["at_least"], answer["left"]["at_most"]
+    if most < 0:
+        yield f"missing         {format_bytes(-most):>46}  at least, {-least:,} B at most"
+    else:
+        yield f"left            {format_bytes(max(least, 0)):>46}  at least, {most:,} B at most"
+    peak = answer["peak"]
+    at = " in ".join(filter(None, [peak["line"], peak["module"]]))
+    yield printable(f"peak at         {at or peak['op']}")
+    for kind, one in answer["largest"].items():
+        more = f"; {one['fits'] + 1:,} needs {format_bytes(one['next_bytes'])}" if one["next_bytes"] else ""
+        yield f"largest {kind.replace('_', ' ')} that fits: {one['fits']:,} (now {one['now']:,}{more})"
+    if answer["levers"]:
+        yield ""
+        yield "What would make it smaller, each traced again alone (--html and --json say what to write):"
+        for one in answer["levers"]:
+            fits = "it fits" if one["fits"] else "it does not fit yet"
+            yield f"  {format_bytes(one['saves']):>46}  {one['name']}: {fits}"
 
 
 def _lines(answer: Mapping[str, Any], run: Trace, needs: Replay) -> Iterator[str]:
@@ -206,17 +237,14 @@ def _lines(answer: Mapping[str, Any], run: Trace, needs: Replay) -> Iterator[str
     times = f"{steps} step{'s' * (steps > 1)}" if steps else "one run"
     yield printable(f"{answer['function']} on {where}, {times}: {answer['verdict']}")
     yield ""
+    yield from _first(answer)
+    yield ""
     yield from peaks(answer)
     context = f"less {gpu.context[0]:,} to {gpu.context[1]:,} B for a context"
     yield f"memory          {format_bytes(gpu.total):>46}  {context}"
-    least, most = answer["left"].values()
-    for nbytes, left, lacking in ((least, "left at least", "lacks at most"), (most, "left at most", "lacks at least")):
-        yield f"{lacking if nbytes < 0 else left:14}  {format_bytes(abs(nbytes)):>46}"
     yield ""
-    when = f"step {peak['step']}, {peak['phase']}" if peak["step"] >= 0 else f"event {peak['event']:,}"
-    who = " in ".join(filter(None, [peak["op"], peak["module"]]))
-    yield printable(f"The last of the peak was asked for by {who}, at {peak['line'] or 'no line of yours'}.")
     yield f"When most is reserved: {needs.fragmentation}."
+    when = f"step {peak['step']}, {peak['phase']}" if peak["step"] >= 0 else f"event {peak['event']:,}"
     for key in ("category", "module", "op"):
         yield ""
         yield f"Requested at the peak ({when}), by {key}:"

@@ -1,0 +1,176 @@
+"""A program traced again and again: with another batch size or sequence length, and with each lever pulled.
+
+A program leaves traces of itself in a process: modules, caches, random numbers. So each trial is a process of its own,
+forked from one that has nothing but imports.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final, Self
+
+from . import changes, sizes
+from .changes import Change
+from .gpus import GPU
+from .largest import Largest, largest
+from .levers import LEVERS, Lever
+from .script import Failed, Program
+from .verdict import CANNOT_SAY, FITS, TIGHT, Verdict, doubts, judge
+
+MOST: Final = 2**16
+"""The largest size that is looked for."""
+
+FRAMEWORKS: Final = ("transformers", "lightning")
+"""Whose edits are told where a program has imported them."""
+
+_SLOW_TO_IMPORT: Final = (*FRAMEWORKS, "accelerate", "peft", "pytorch_forecasting", "datasets", "torchvision")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one trace of a program said.
+
+    Attributes:
+        word: The verdict.
+        nbytes: The most that is reserved on a GPU that never runs out; 0 if the program failed.
+        why: Why the verdict is no plain yes.
+        batch_size: Of the first loader that the program read; None if it read none.
+        samples: What that loader has to give; None if unknown.
+        frameworks: Those of `FRAMEWORKS` that it imported.
+    """
+
+    word: str
+    nbytes: int
+    why: str = ""
+    batch_size: int | None = None
+    samples: int | None = None
+    frameworks: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, verdict: Verdict, loaders: changes.Loaders) -> Self:
+        """That of a run that is over, in this process."""
+        frameworks = tuple(name for name in FRAMEWORKS if name in sys.modules)
+        reserved = verdict.replay.peak_reserved
+        return cls(verdict.word, reserved, verdict.why, loaders.batch_size, loaders.samples, frameworks)
+
+    @property
+    def fits(self) -> bool:
+        return self.word in (FITS, TIGHT)
+
+
+def tried(program: Program, gpu: GPU, edits: Sequence[Change] = ()) -> Trial:
+    """Traces a program in this process, which is then of no other use."""
+    loaders = changes.Loaders()
+    try:
+        run = program.trace(gpu, changes=[loaders.watched(), *(edit() for edit in edits)]).run
+        verdict = judge(run.timeline.with_workspaces(), gpu, doubts(run.not_covered, run.conditional))
+    except Failed as error:  # another size may not suit it
+        return Trial(CANNOT_SAY, 0, str(error))
+    return Trial.of(verdict, loaders)
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """A lever, and what the program says with it."""
+
+    lever: Lever
+    trial: Trial
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What would help.
+
+    Attributes:
+        largest: By kind of size ("batch_size", "sequence") the largest that fits.
+        levers: Those that save something, what saves most first.
+    """
+
+    largest: Mapping[str, Largest]
+    levers: Sequence[Pulled]
+
+
+class Trials:
+    """Processes for trials; to be used in a `with` block."""
+
+    def __init__(self, program: Program, gpu: GPU, jobs: int | None = None) -> None:
+        self._program = program
+        self._gpu = gpu
+        self._jobs = jobs or min(os.cpu_count() or 1, 4)
+
+    def __enter__(self) -> Self:
+        methods = multiprocessing.get_all_start_methods()
+        context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+        if context.get_start_method() == "forkserver":
+            context.set_forkserver_preload([f"{__package__}.warm", *_imported()])
+        self._pool = ProcessPoolExecutor(self._jobs, mp_context=context, initializer=_silent, max_tasks_per_child=1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def trial(self, program: Program, edits: Sequence[Change] = ()) -> Trial:
+        """One trial, in a process of its own."""
+        return self._pool.submit(tried, program, self._gpu, edits).result()
+
+    def advice(self, plain: Trial) -> Advice:
+        """The largest sizes that fit, and what each lever saves, beside the program as it is."""
+        found = {kind: resized for kind in sizes.NAMES if (resized := self._resized(kind, plain)) is not None}
+        with ThreadPoolExecutor(len(found) + len(LEVERS) or 1) as threads:
+            searches = {kind: threads.submit(self._largest, *resized) for kind, resized in found.items()}
+            pulled = [*threads.map(lambda lever: self._pull(lever, plain, found.get("batch_size")), LEVERS)]
+            best = {kind: search.result() for kind, search in searches.items()}
+        levers = [each for each in pulled if each is not None and 0 < each.trial.nbytes < plain.nbytes]
+        return Advice(best, sorted(levers, key=lambda each: each.trial.nbytes))
+
+    def _resized(self, kind: str, plain: Trial) -> Resized | None:
+        """How the program gets another size of a kind; None if it has none that can be found."""
+        if (size := sizes.among(self._program.arguments).get(kind)) is not None:
+
+            def at(value: int) -> tuple[Program, Sequence[Change]]:
+                return replace(self._program, arguments=size.to(value, self._program.arguments)), ()
+
+            return at, size.now, MOST
+        if kind == "batch_size" and plain.batch_size is not None:
+            now = plain.batch_size
+            return (
+                lambda value: (self._program, [partial(changes.loader_batches, now, value)]),
+                now,
+                max(now, min(MOST, plain.samples or MOST)),
+            )
+        return None
+
+    def _largest(self, at: Callable[[int], tuple[Program, Sequence[Change]]], now: int, most: int) -> Largest:
+        return largest(lambda value: self.trial(*at(value)), now, self._gpu.usable[0], most)
+
+    def _pull(self, lever: Lever, plain: Trial, batch: Resized | None) -> Pulled | None:
+        if lever.needs and lever.needs not in plain.frameworks:
+            return None
+        program, edits = self._program, []
+        if lever.halves:
+            if batch is None or batch[1] < 2:
+                return None
+            program, edits = batch[0]((batch[1] + 1) // 2)
+        return Pulled(lever, self.trial(program, [*edits, lever.change]))
+
+
+Resized = tuple[Callable[[int], tuple[Program, Sequence[Change]]], int, int]
+"""The program at another size, the size that it has, and the most that there is."""
+
+
+def _imported() -> list[str]:
+    """What the program made this process import and takes long: the forked ones then have it already."""
+    return [name for name in sys.modules if name.partition(".")[0] in _SLOW_TO_IMPORT]
+
+
+def _silent() -> None:
+    """A trial prints nothing."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
