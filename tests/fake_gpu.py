@@ -25,8 +25,9 @@ class Device(metaclass=_Device):
 
     measuring = False
 
-    def __new__(cls, *args):
-        return REAL("cpu") if cls.measuring and str(args[0]).startswith("cuda") else REAL(*args)
+    def __new__(cls, *args, **named):
+        device = REAL(*args, **named)
+        return REAL("cpu") if cls.measuring and device.type == "cuda" else device
 
 
 class FakeGPU:

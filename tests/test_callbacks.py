@@ -74,6 +74,7 @@ def train(request):
     pytest.importorskip(request.param, reason=f"{request.param} is not installed")
     if request.param == "transformers":
         pytest.importorskip("accelerate", reason="Hugging Face's Trainer needs accelerate")
+        assert sys.modules["transformers"].Trainer  # imported only now, and before there is a fake GPU
     return TRAININGS[request.param]
 
 
