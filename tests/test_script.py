@@ -292,3 +292,64 @@ def test_a_function_is_measured_as_it_is_traced(script, tmp_path):
     traced, measured = program.trace(rules="cpu").run.timeline, program.measure().run.timeline
     assert traced.without("scratch").peak_bytes == measured.without("scratch").peak_bytes > 4 * 4 * 64 * 65
     assert program.trace(rules="cpu").ended == "2 steps"
+
+
+# -- kernels of others -------------------------------------------------------------------------------------------------
+
+CUSTOM = """
+import torch
+@torch.library.custom_op("mine::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+@twice.register_fake
+def _(x): return torch.empty_like(x)
+y = twice(torch.ones(8, device="cuda"))
+"""
+
+
+def test_a_kernel_that_no_rule_knows_is_named(script):
+    assert script(CUSTOM).trace().run.not_covered == {"mine::twice, a kernel of its own"}
+
+
+@pytest.mark.parametrize(
+    ("package", "code", "use", "why"),
+    [
+        (
+            "flash_attn/flash_attn_interface",
+            "def flash_attn_func(q, k, v): ...",
+            "flash_attn_func(1, 2, 3)",
+            "flash_attn's",
+        ),
+        ("xformers/ops/fmha", "def memory_efficient_attention(q): ...", "memory_efficient_attention(1)", "xformers's"),
+        (
+            "triton/runtime/jit",
+            "class JITFunction:\n    def run(self): ...",
+            "JITFunction().run()",
+            "triton's JITFunction",
+        ),
+        (
+            "bitsandbytes/nn/modules",
+            "class Linear4bit:\n    def __init__(self): ...",
+            "Linear4bit()",
+            "bitsandbytes's Lin",
+        ),
+    ],
+)
+def test_a_package_s_kernel_is_refused_where_it_is_used_not_where_it_is_imported(
+    script, tmp_path, monkeypatch, package, code, use, why
+):
+    """The packages are stand-ins, of the real ones' names: those need a GPU to be installed at all."""
+    for name in [name for name in sys.modules if name.split(".")[0] == package.split("/")[0]]:
+        monkeypatch.delitem(sys.modules, name)
+    path = tmp_path / f"{package}.py"
+    path.parent.mkdir(parents=True)
+    for folder in path.relative_to(tmp_path).parents[:-1]:
+        (tmp_path / folder / "__init__.py").write_text("")
+    path.write_text(code)
+    text = f"from {package.replace('/', '.')} import *\nimport torch\nx = torch.zeros(3, device='cuda')\n"
+    assert script(text).trace().run.timeline.peak_bytes == 12
+    with pytest.raises(Failed, match=f"train.py:4: {why}.* has kernels of its own") as failed:
+        script(f"{text}{use}\n").trace()
+    assert failed.value.cannot_say
+    for name in [name for name in sys.modules if name.split(".")[0] == package.split("/")[0]]:
+        monkeypatch.delitem(sys.modules, name)

@@ -31,7 +31,8 @@ from torch.utils._pytree import tree_leaves
 _TORCH: Final = str(Path(torch.__file__).parent)
 _OURS: Final = str(Path(__file__).parent)
 _MACHINERY: Final = (
-    *(str(Path(_OURS, f"{name}.py")) for name in ("attribution", "cli", "direct", "files", "kernels", "loaders")),
+    *(str(Path(_OURS, f"{name}.py")) for name in ("attribution", "cli", "direct", "files", "foreign", "importing")),
+    *(str(Path(_OURS, f"{name}.py")) for name in ("kernels", "loaders", "pretrained")),
     *(str(Path(_OURS, f"{name}.py")) for name in ("measure", "measure_cuda", "operands", "run", "saved", "script")),
     *(str(Path(_OURS, f"{name}.py")) for name in ("scalars", "storages", "surface", "torch_cuda", "trace", "values")),
     *(str(Path(_OURS, folder)) for folder in ("commands", "rules")),

@@ -294,6 +294,11 @@ def _failed(error: BaseException, run: Run, is_script: bool) -> Failed:
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         hint = "" if is_script else "; it gets no arguments: set its options in it"
         message = f"the code ended itself with exit code {error.code}{hint}"
+    elif isinstance(error, OSError) and "couldn't connect to 'https://huggingface.co'" in message:
+        message = (
+            "what the code loads from the Hugging Face hub is not on this machine, and a trace fetches nothing: name a "
+            "folder with the config.json, or fetch it once with hf download NAME config.json"
+        )
     elif not ours:
         message = f"{type(error).__name__}: {message}"
     if line and not re.match(r"\S+:\d+: ", message):

@@ -19,7 +19,7 @@ from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 
-from . import gpus, loaders, snapshot_file, values, workspace
+from . import foreign, gpus, loaders, pretrained, snapshot_file, values, workspace
 from .attribution import Attribution, asking_frame, line_of_code_that, storage_of, user_frame, user_line
 from .direct import HOST, Direct, Known
 from .files import guarded
@@ -29,7 +29,7 @@ from .kinds import has_no_memory, other_kind, runs_own_code
 from .memory_stats import MemoryStats
 from .operands import Operands
 from .ops import COPY, EMPTY, ITEM, LIFT, PACK, UNSCALE, Op
-from .outlines import Outlines
+from .outlines import Outlines, is_large
 from .rules import RULES, Rules, candle, engine
 from .rules.autocast import Autocast
 from .run import Run, empty_caches_of_tensors
@@ -50,6 +50,10 @@ _HEALTHY: Final = {
     **dict.fromkeys((torch.isnan, torch.Tensor.isnan, torch.isinf, torch.Tensor.isinf), False),
 }
 """Question -> its answer for every number of a training run that goes well; data that is brought in may hold others."""
+_BY_SHAPE: Final = frozenset(
+    f"{name}_like" for name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
+) | frozenset(f"new_{name}" for name in ("empty", "empty_strided", "zeros", "ones", "full"))
+"""Ops that need no value of their argument."""
 _REJECTS: Final = torch.nn.init._no_grad_trunc_normal_.__code__
 """Draws numbers anew, those out of bounds, while there are any: twice is what its most memory takes."""
 _NO_META_KERNEL: Final = ("no fake impl registered", "INTERNAL ASSERT FAILED")
@@ -184,6 +188,8 @@ class Trace(Run):
                 self._autocast.acting(),
                 guarded(self, self._rules.device),
                 loaders.in_this_process(),
+                pretrained.shapes_alone(),
+                foreign.refused(),
                 refusing() if self.gpu is None else believable(self, self._memory_stats()),
             ):
                 stack.enter_context(context)
@@ -418,6 +424,8 @@ class Trace(Run):
         known = self._ops.get(id(func))
         if known is None:
             known = self._ops[id(func)] = Op.of(func, self._rules)
+            if func.namespace not in foreign.PYTORCHS:
+                self.not_covered.add(f"{func.namespace}::{known.name}, a kernel of its own")
         return known
 
     def on_op(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -457,7 +465,8 @@ class Trace(Run):
         if self.outlines and (elsewhere := self.outlines.among(tensors)):
             of_host += len(elsewhere)
             if of_host == len(tensors) and (kwargs.get("device") != META or op.func is _TO_COPY):
-                return self._in_outline(op, tensors, args, kwargs, elsewhere[0])
+                named = kwargs.get("device")
+                return self._in_outline(op, tensors, args, kwargs, _HOST if named == _HOST else elsewhere[0])
         if of_host == len(tensors) and not self._rules.on_host and kwargs.get("device") != META:
             return op.func(
                 *args, **kwargs
@@ -482,6 +491,9 @@ class Trace(Run):
             return self._read(tensors[0])
         if op.func is PACK:
             args = (args[0], self._lengths(args[1]), *args[2:])
+        if op.name in _BY_SHAPE and device == _HOST:
+            made = op.func(*args, **{**kwargs, "device": META})
+            return self.outlines.add(made, device) if is_large(made) else op.func(*args, **{**kwargs, "device": device})
         written = [args[i] if i < len(args) else kwargs.get(name) for i, name in op.written] if op.mutates else ()
         for tensor in tensors_in(written, {}):
             if not tensor.is_meta:  # real memory, filled with what nobody knows
