@@ -64,7 +64,7 @@ def decoder() -> Iterator[tuple[str, Terms]]:
     yield "full recomputation", transformer.layer(checkpoint="full")
     yield "**ends** of the network", transformer.ends()
     yield "**all layers and ends**", transformer.stack()
-    yield "head at its peak", transformer.head_moments()["backward of log-softmax"]
+    yield "loss head at its peak", transformer.head_moments()["backward of log-softmax"]
 
 
 def peak() -> sp.Expr:
@@ -82,7 +82,7 @@ def state() -> Iterator[tuple[str, Terms, Terms]]:
 
 
 def beyond() -> Iterator[tuple[str, Terms]]:
-    yield "8-bit Adam", model_state.adam_8bit()
+    yield "8-bit Adam, blocks of 2,048", model_state.adam_8bit()
     yield "4-bit weights, QLoRA", model_state.nf4()
     for stage in (1, 2, 3):
         yield f"ZeRO-{stage}, one of $N$ GPUs", model_state.per_gpu(f"zero-{stage}")
