@@ -174,6 +174,8 @@ def test_a_script_ends_after_its_steps_with_what_the_loop_does_between_them(scri
     assert sorted(ran.run.marks) == list(range(steps + 1))
     # Where step 0 begins there are the weights and the first batch.
     assert ran.run.timeline.start_bytes == 4 * 100 * 100 + 4 * 200
+    # What is given back as the script unwinds is no part of its last step; there `kept` has grown by 1000.
+    assert steps == 1 or ran.run.timeline.growth_per_step()["growth"].iloc[-1] == 1000
 
 
 def test_a_script_shorter_than_that_ends_itself(script):

@@ -189,6 +189,7 @@ class _Steps:
         self._by_optimizer: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._done = 0
         self._begun = False
+        self._over = False
         self._called = False  # a module, since the last step ended
 
     @contextmanager
@@ -208,7 +209,8 @@ class _Steps:
 
     def end(self) -> None:
         """Marks that what comes now is after the last step."""
-        if self._done:
+        if self._done and not self._over:
+            self._over = True
             self._run.mark_step(self._done, over=True)
 
     def _on_call(self, module: nn.Module, args: Any) -> None:
@@ -229,6 +231,7 @@ class _Steps:
 
     def _end_or_begin(self, begins: bool = True) -> None:
         if self._done == self._most:
+            self.end()  # what the program gives back as it unwinds is no part of a step
             raise Enough
         if not begins:
             return
