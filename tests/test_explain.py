@@ -279,6 +279,18 @@ def test_what_the_message_leaves_open_is_exit_code_3_and_garbage_is_2(run):
     assert run(DEMAND, "--gpu", "abacus")[0] == 2
 
 
+def test_a_container_that_was_not_killed_and_other_libraries_errors_are_no_message(run):
+    xla = "XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8589934592 bytes."
+    for log in ('"State": {"OOMKilled": false, "ExitCode": 1}', xla, "RuntimeError: CUDA out of memory."):
+        assert run(log)[:2] == (2, "")
+
+
+def test_a_message_of_an_allocator_that_cannot_be_recorded_asks_for_one_that_can(run):
+    answer = json.loads(run("torch.OutOfMemoryError: Allocation on device \n", "--json")[1])
+    assert any("backend:native" in step for step in answer["next"])
+    assert not any("_record_memory_history" in step for step in answer["next"])
+
+
 def test_a_log_that_powershell_wrote_is_read(run):
     assert run(DEMAND.encode("utf-16"))[0] == 0
 

@@ -43,7 +43,7 @@ const explainMessage = (() => {
   const NONE = new Size(0, 0, "0 bytes");
 
   const compact = (text) => text.replace(pattern(M.patterns.escapes, "g"), "").replace(/\r/g, "\n")
-    .replace(pattern(M.patterns.prefix, "gm"), "").replace(BLANK, "");
+    .replace(pattern(M.patterns.suffix, "gm"), "").replace(pattern(M.patterns.prefix, "gm"), "").replace(BLANK, "");
 
   function starts(plain) {
     const others = OTHERS.map(([, , text], number) => [String(number), text]);
@@ -244,7 +244,7 @@ const explainMessage = (() => {
     return {
       kind, possible, device: message.device, index: message.index, rows,
       why: decided ? whyOf(message, state, chosen, possible, thought, shown) : [missing(sizes)],
-      next: [...steps(kind, words), ...(chosen[0] === "full" ? steps("full", words) : [])], more,
+      next: [...steps(message.form === "async" && kind === "cannot say" ? "async" : kind, words), ...(chosen[0] === "full" ? steps("full", words) : [])], more,
     };
   }
 

@@ -48,6 +48,7 @@ _LAST: Final = [(kind, who, _pattern(text)) for kind, who, text in _TABLES["mess
 _FIELDS: Final = {name: _pattern(text) for name, text in _TABLES["fields"].items()}
 _PROCESS: Final = _pattern(_PATTERNS["process"])
 _PREFIX: Final = re.compile(_PATTERNS["prefix"], re.MULTILINE | re.ASCII)
+_SUFFIX: Final = re.compile(_PATTERNS["suffix"], re.MULTILINE | re.ASCII)
 _ESCAPES: Final = re.compile(_PATTERNS["escapes"])
 _INDEX, _ALLOC_CONF = (re.compile(_PATTERNS[name], re.ASCII) for name in ("index", "settings"))
 _LABELS, _MISSING, _WHY, _NEXT, _SMI = (_TABLES[name] for name in ("labels", "missing", "why", "next", "smi"))
@@ -174,10 +175,10 @@ def explain(text: str, gpu: GPU | str | None = None) -> Explanation | None:
 
 
 def compact(text: str) -> str:
-    """A log without colours, prefixes of lines and blanks, so that it reads alike however its lines were broken."""
+    """A log without colours, frames, prefixes and blanks, so that it reads alike however its lines were broken."""
     if "\x1b" in text:
         text = _ESCAPES.sub("", text)
-    return "".join(_PREFIX.sub("", text.replace("\r", "\n")).split())
+    return "".join(_PREFIX.sub("", _SUFFIX.sub("", text.replace("\r", "\n"))).split())
 
 
 def _starts(plain: str) -> list[tuple[int, str]]:
@@ -373,6 +374,7 @@ def _of_an_allocator(message: Message, thought: GPU | None, more: int) -> Explan
     chosen = max(fitting, key=lambda found: (found[0] in _WEAKER, len(found), found), default=("open",))
     near = _near(sizes["total"]) if "total" in sizes and message.device == "CUDA" else []
     pids = [pid for pid, size in message.processes if size != message.own][:8]
+    steps = "async" if message.form == "async" and kind == "cannot say" else kind  # it cannot be recorded
     words = {
         "smi": _SMI[message.device],
         "settings": message.settings,
@@ -394,7 +396,7 @@ def _of_an_allocator(message: Message, thought: GPU | None, more: int) -> Explan
         gpus=tuple(gpu.key for gpu in near),
         rows=tuple(rows.items()),
         why=tuple(_why(message, chosen, possible, thought, shown) if decided else (_missing(sizes),)),
-        next=(*_steps(kind, words), *(_steps("full", words) if chosen == ("full",) else ())),
+        next=(*_steps(steps, words), *(_steps("full", words) if chosen == ("full",) else ())),
         more=more,
     )
 
