@@ -277,7 +277,7 @@ def with_command(notebook: NotebookNode, path: Path) -> NotebookNode:
 
 
 ANSWER = re.compile(
-    r"^(:{3,})\{dropdown\} Answer.*?^\1$\n*|[^.\n]*answers come from[^.\n]*\.", re.DOTALL | re.MULTILINE
+    r"^(:{3,})\{dropdown\} Answer.*?^\1$\n*|^The numbers in the answers come from [^\n]*\n*", re.DOTALL | re.MULTILINE
 )
 """A folded answer, and the sentence that says which cell computes it."""
 

@@ -183,6 +183,7 @@ def test_a_build_without_the_answers_lacks_them_and_nothing_else(tmp_path):
         assert all(cell.source.startswith("#") and all(map(glued, cell.outputs)) for cell in cells)
         body = text.partition("## Exercises")[0]
         assert left.startswith(body)
+        assert set(left.splitlines()) <= set(text.splitlines()), "a line lost a part of itself"
         summary, same = (
             re.search(r"^## Summary\n.*?(?=^## |\Z)", prose, re.DOTALL | re.MULTILINE) for prose in (text, left)
         )
