@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .leaks import Leaks, leaks
     from .measure import Measurement, measure
     from .saved import Saved, saved
+    from .script import Program
     from .snapshot import Snapshot
     from .timeline import Timeline
     from .trace import Trace, trace
@@ -31,6 +32,7 @@ __all__ = [
     "Leaks",
     "Ledger",
     "Measurement",
+    "Program",
     "Saved",
     "Snapshot",
     "Timeline",
@@ -58,6 +60,7 @@ _HOME: Final = {
     "Leaks": "leaks",
     "Ledger": "audit",
     "Measurement": "measure",
+    "Program": "script",
     "Saved": "saved",
     "Snapshot": "snapshot",
     "Timeline": "timeline",
