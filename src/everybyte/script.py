@@ -76,6 +76,12 @@ class Ran:
 class Program:
     """A program to run.
 
+        >>> script = "import torch; layer = torch.nn.Linear(4, 8).to('cuda')"
+        >>> with open("train.py", "w") as file:
+        ...     _ = file.write(script)
+        >>> eb.Program("train.py").trace(gpu="a4000").run.timeline.peak_bytes  # 4 x 8 weights, 8 biases of 4 bytes
+        160
+
     Attributes:
         target: "train.py", run as `python train.py` does; "train.py:build" or "pkg.mod:build", a function that returns
             a step (a function without arguments), or runs everything itself.
