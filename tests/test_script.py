@@ -19,6 +19,8 @@ from everybyte.script import Failed, Program
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 SCRIPTS = Path(__file__).parent / "scripts"
+MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "bert")]
+TRAINER = ["accelerate", "transformers.trainer", *MODELS]
 
 
 # -- the same script, traced and really run ----------------------------------------------------------------------------
@@ -52,9 +54,10 @@ def in_a_process_of_its_own(program, how):
 
 
 def assert_traced_as_measured(tmp_path, script, *arguments, steps=3, needs=()):
-    for module in needs:
-        if importlib.util.find_spec(module) is None:
-            pytest.skip(f"the script needs {module}: pip install {module.replace('_', '-')}")
+    for package in {module.split(".")[0] for module in needs}:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"the script needs {package}: pip install {package.replace('_', '-')}")
+    for module in needs:  # once, for all processes
         importlib.import_module(module)
     if needs:
         arguments = (*arguments, "--out", str(tmp_path))
@@ -81,12 +84,12 @@ def test_a_plain_loop_allocates_what_it_really_does(tmp_path):
     ],
 )
 def test_hugging_face_s_trainer_allocates_what_it_really_does(tmp_path, options):
-    assert_traced_as_measured(tmp_path, "with_trainer.py", *options.split(), needs=["transformers", "accelerate"])
+    assert_traced_as_measured(tmp_path, "with_trainer.py", *options.split(), needs=TRAINER)
 
 
 @pytest.mark.parametrize("options", ["--mask padded --bf16", "--model bert --mask ones --checkpointing"])
 def test_lora_by_peft_allocates_what_it_really_does(tmp_path, options):
-    needs = ["transformers", "accelerate", "peft"]
+    needs = [*TRAINER, "peft"]
     assert_traced_as_measured(tmp_path, "with_trainer.py", *options.split(), "--lora", needs=needs)
 
 
@@ -355,3 +358,92 @@ def test_a_package_s_kernel_is_refused_where_it_is_used_not_where_it_is_imported
     assert failed.value.cannot_say
     for name in [name for name in sys.modules if name.split(".")[0] == package.split("/")[0]]:
         monkeypatch.delitem(sys.modules, name)
+
+
+# -- evaluation and prediction -----------------------------------------------------------------------------------------
+
+EVALUATING = """
+import sys, torch
+from torch.utils.data import DataLoader, TensorDataset
+training = DataLoader(TensorDataset(torch.ones(100, 8)), batch_size=2)
+validation = DataLoader(TensorDataset(torch.ones(64, 8)), batch_size=4)
+model = torch.nn.Linear(8, 1000).cuda()
+optimizer = torch.optim.Adam(model.parameters())
+def evaluate(keep):
+    kept = []
+    with torch.no_grad():
+        for x, in validation:
+            out = model(x.cuda())
+            kept += [out] if keep else []
+    return torch.cat(kept) if keep else None
+for epoch in range(2):
+    for x, in training:
+        model(x.cuda()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if "validate" in sys.argv: evaluate("keep" in sys.argv)
+evaluate("keep" in sys.argv)
+"""
+
+
+def products(ran):
+    frame = ran.run.timeline.frame()
+    return frame[(frame["action"] == "alloc") & (frame["op"] == "addmm")]
+
+
+def test_evaluation_comes_after_a_little_training_and_ends_where_training_goes_on(script):
+    ran = script(EVALUATING, "validate", phase="eval", steps=3).trace()
+    assert ran.ended == "3 batches"
+    assert products(ran)["nbytes"].tolist() == [4 * 2 * 1000] * 3 + [4 * 4 * 1000] * 3
+    assert products(ran)["step"].tolist() == [-1, -1, -1, 0, 1, 2]
+
+
+def test_prediction_goes_on_to_the_script_s_end(script):
+    ran = script(EVALUATING, "validate", phase="predict", steps=3).trace()
+    assert ran.ended == "the script's end"
+    assert products(ran)["nbytes"].tolist() == [4 * 2 * 1000, *[4 * 4 * 1000] * 3] * 2 + [4 * 4 * 1000] * 3
+
+
+@pytest.mark.parametrize("phase", ["eval", "predict"])
+def test_predictions_that_are_kept_are_followed_to_the_last(script, phase):
+    ran = script(EVALUATING, "keep", phase=phase, steps=3).trace()
+    batches, all_of_them = 64 // 4, 4 * 64 * 1000
+    assert (products(ran)["nbytes"] == 4 * 4 * 1000).sum() == batches == ran.run.timeline.info["steps"]
+    # Weights and two moments, the predictions and what they are joined to.
+    assert ran.run.timeline.peak_bytes == 3 * 4 * 9 * 1000 + 2 * all_of_them
+
+
+def test_a_framework_s_evaluation_and_prediction_are_reached(tmp_path):
+    pytest.importorskip("lightning", reason="the script needs lightning: pip install lightning")
+    program = Program(str(SCRIPTS / "with_lightning.py"), ("--predict", "--out", str(tmp_path)), phase="predict")
+    ran = program.trace("t4")
+    encoder = (48 + 1) * 64 + (64 + 1) * 3
+    assert ran.ended == "the script's end" and not ran.run.conditional
+    assert any("not written" in remark for remark in ran.remarks)
+    live = ran.run.timeline.by("category")["nbytes"]
+    assert live["parameter"] == 4 * (encoder + (3 + 1) * 64 + (64 + 1) * 48)
+    assert [path.suffix for path in tmp_path.rglob("*") if path.is_file() and path.suffix == ".ckpt"] == []
+
+
+# -- what a script saves -----------------------------------------------------------------------------------------------
+
+SAVING = """
+import io, sys, torch
+model = torch.nn.Linear(8, 8).cuda()
+torch.save(model.state_dict(), sys.argv[1])
+torch.save({"epoch": 3}, "epoch.pt")
+assert torch.load("epoch.pt") == {"epoch": 3}
+"""
+
+
+def test_what_a_script_saves_is_not_written_and_it_goes_on(script, tmp_path):
+    (tmp_path / "earlier.pt").write_bytes(b"weeks of work")
+    for name in ("earlier.pt", "new.pt"):
+        ran = script(SAVING, name).trace()
+        assert ran.remarks == ("train.py:4: what the code saves is not written: a trace has no values",)
+    assert (tmp_path / "earlier.pt").read_bytes() == b"weeks of work" and not (tmp_path / "new.pt").exists()
+    with pytest.raises(
+        Failed, match=r"No such file or directory: new\.pt; what the code saves is not written"
+    ) as failed:
+        script(SAVING + "torch.load(sys.argv[1])\n", "new.pt").trace()
+    assert failed.value.cannot_say

@@ -7,14 +7,24 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from types import ModuleType
 from typing import Any, Final, Protocol
 from unittest import mock
 
 import torch
 
 from .attribution import user_line
+from .importing import Change, changed
 
 _FLATTEN: Final = ("_flatten", "_flatten_as_ptr")  # what safetensors calls first, in one version or another
+
+
+_NOTHING: Final = object()
+"""What safetensors is given to write where that is a traced tensor."""
+
+
+class Unsaved(NotImplementedError):
+    """A traced tensor was to be written."""
 
 
 class Counter(Protocol):
@@ -40,6 +50,56 @@ def guarded(run: Counter, device: torch.device) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def unwritten(noted: Callable[[], None]) -> Iterator[None]:
+    """While the block lasts, a script that saves traced tensors goes on: nothing is written, no earlier file touched.
+
+    Args:
+        noted: Called where it would be.
+    """
+
+    def of_safetensors(module: ModuleType) -> Iterator[Change]:
+        for name in _FLATTEN:
+            if (flatten := getattr(module, name, None)) is not None:
+                yield module, name, _skipping(flatten, instead=_NOTHING)
+        yield module, "serialize_file", _unless_nothing(module.serialize_file, noted)
+
+    def of_lightning(module: ModuleType) -> Iterator[Change]:
+        yield module, "_atomic_save", _skipping(module._atomic_save, noted)
+
+    save = torch.save
+
+    def saving(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(f, io.BytesIO):
+            return save(obj, f, *args, **kwargs)  # and whoever writes that to a file is the one to skip
+        _skipping(save, noted)(obj, f, *args, **kwargs)
+
+    lightning = [f"{name}.plugins.io.torch_io" for name in ("lightning.fabric", "lightning_fabric")]
+    with (
+        mock.patch.object(torch, "save", saving),
+        changed({"safetensors.torch": of_safetensors, **dict.fromkeys(lightning, of_lightning)}),
+    ):
+        yield
+
+
+def _skipping(write: Callable[..., Any], noted: Callable[[], None] = lambda: None, instead: Any = None) -> Any:
+    def written(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return write(*args, **kwargs)
+        except Unsaved:
+            noted()
+            return instead
+
+    return written
+
+
+def _unless_nothing(write: Callable[..., Any], noted: Callable[[], None]) -> Callable[..., Any]:
+    def written(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        return noted() if tensors is _NOTHING else write(tensors, *args, **kwargs)
+
+    return written
+
+
 def _pickling(reduce: Callable[..., Any]) -> Callable[..., Any]:
     def reduced(tensor: torch.Tensor, protocol: int) -> Any:
         _refuse(tensor)
@@ -63,7 +123,7 @@ def _refuse(tensor: torch.Tensor) -> None:
     with torch._C.DisableTorchFunction():
         traced = tensor.is_meta
     if traced:
-        raise NotImplementedError(
+        raise Unsaved(
             f"{user_line()}: a traced tensor has no values that could be saved or sent to another process; leave out "
             "saving where a trace runs"
         )

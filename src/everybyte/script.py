@@ -4,6 +4,9 @@ A script runs as `python script.py ARGS` would run it, until its optimizer has s
 optimizer's `step()` returns; the next one begins with the next call of a model, so that what a loop does between the
 two, `zero_grad()` for example, belongs to the step before. There the run ends as well: `Enough` is raised out of the
 call, past whatever handles errors, and the program unwinds as it does when it is interrupted.
+
+Where evaluation or prediction is what matters, its batches are counted instead, and loops over data loaders are cut
+short: training, as soon as the optimizer has its state; evaluation, when its batches leave no more behind.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from functools import wraps
 from importlib.util import module_from_spec, spec_from_file_location
 from operator import attrgetter
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 from unittest import mock
 from weakref import WeakKeyDictionary
@@ -30,12 +34,15 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader
 
 from . import attribution
+from .files import unwritten
 from .gpus import GPU
+from .importing import Change, changed
 from .measure import measure
 from .run import Run
-from .trace import trace
+from .trace import Trace, trace
 from .values import DataDependentShape
 
 PHASES: Final = ("train", "eval", "predict")
@@ -86,15 +93,20 @@ class Program:
         target: "train.py", run as `python train.py` does; "train.py:build" or "pkg.mod:build", a function that returns
             a step (a function without arguments), or runs everything itself.
         arguments: Of a script.
-        steps: How often its optimizer may step, or the function's step is run.
+        steps: How often its optimizer may step, or the function's step is run; in the other phases, how many batches of
+            a loader are evaluated at least. It goes on while they leave something behind, predictions for example.
+        phase: "train"; "eval", up to the first training after so many batches of evaluation; "predict", to the
+            script's end. In the last two, a batch is what is done with what a `DataLoader` yields, with gradients off.
 
     Raises:
-        ValueError: If the target names neither, or a function is given arguments, or the number of steps is none.
+        ValueError: If the target names neither, or a function is given arguments or another phase than "train", or the
+            number of steps is none.
     """
 
     target: str
     arguments: tuple[str, ...] = ()
     steps: int = 3
+    phase: str = "train"
 
     def __post_init__(self) -> None:
         where, _, name = self.target.rpartition(":")
@@ -106,6 +118,10 @@ class Program:
             raise ValueError(f"{self.target} is a function, which gets no arguments: {' '.join(self.arguments)}")
         if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
             raise ValueError(f"steps={self.steps!r}: the number of steps is a positive integer")
+        if self.phase not in PHASES:
+            raise ValueError(f"phase={self.phase!r}: a program is followed in 'train', 'eval' or 'predict'")
+        if self.phase != "train" and not self.is_script:
+            raise ValueError(f"phase={self.phase!r} is for scripts: let {self.target} return the step that is meant")
 
     @property
     def is_script(self) -> bool:
@@ -130,7 +146,9 @@ class Program:
         return self._under(trace(rules=rules, gpu=gpu, default=default), changes)
 
     def measure(self, device: str = "cpu", changes: Iterable[AbstractContextManager[Any]] = ()) -> Ran:
-        """Runs the program in `everybyte.measure`; otherwise as `trace`."""
+        """Runs the program in `everybyte.measure`; otherwise as `trace`. Of scripts, training alone."""
+        if self.phase != "train":
+            raise ValueError(f"phase={self.phase!r}: where evaluation leaves nothing behind only a trace can tell")
         return self._under(measure(device), changes)
 
     def _under(self, run: Run, changes: Iterable[AbstractContextManager[Any]]) -> Ran:
@@ -139,7 +157,7 @@ class Program:
             with self._as_main(), run, ExitStack() as stack:
                 for change in changes:
                     stack.enter_context(change)
-                ended = self._script(run) if self.is_script else self._function(run, remarks)
+                ended = self._script(run, remarks) if self.is_script else self._function(run, remarks)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -157,16 +175,26 @@ class Program:
         ):
             yield
 
-    def _script(self, run: Run) -> str:
+    def _script(self, run: Run, remarks: list[str]) -> str:
         _check_file(self.target)
-        steps = _Steps(run, self.steps)
+        unsaved: list[str] = []
+        counter = _Steps(run, self.steps) if self.phase == "train" else _Batches(run, self.steps, self.phase)
         ended = "the script's end"
-        with steps.counted():
+        with counter.counted(), unwritten(lambda: unsaved.append(attribution.user_line())):
             try:
                 _called(lambda: runpy.run_path(self.target, run_name="__main__"))
             except Enough:
-                ended = f"{self.steps} step{'s' * (self.steps > 1)}"
-        steps.end()
+                ended = _several(counter.done, counter.unit)
+            except FileNotFoundError as error:
+                if unsaved:
+                    raise NotImplementedError(
+                        f"{error.strerror}: {error.filename}; what the code saves is not written, at {unsaved[0]}: a "
+                        "trace has no values. Leave out what loads it, or trace a shorter run"
+                    ) from error
+                raise
+        counter.end()
+        if unsaved:
+            remarks.append(f"{unsaved[0]}: what the code saves is not written: a trace has no values")
         return ended
 
     def _function(self, run: Run, remarks: list[str]) -> str:
@@ -175,27 +203,44 @@ class Program:
         if callable(step) and not isinstance(step, nn.Module):
             for _ in run.steps(self.steps):
                 _called(step, f"the step of {self.target}")
-            return f"{self.steps} step{'s' * (self.steps > 1)}"
+            return _several(self.steps, "step")
         if step is not None:
             what = f"a {type(step).__name__}, which is no step"
             remarks.append(f"{self.target} returned {what}: it was taken to have run everything")
         return "the function's end"
 
 
-class _Steps:
+class _Counter:
+    """Counts up to some number of what a program does, and marks where each begins, and where the last one is over."""
+
+    unit: str
+
+    def __init__(self, run: Any, most: int) -> None:
+        self._run = run
+        self._most = most
+        self._over = False
+        self.done = 0
+
+    def end(self) -> None:
+        """Marks that what comes now is after the last one: what the program gives back as it unwinds, for example."""
+        if self.done and not self._over:
+            self._over = True
+            self._run.mark_step(self.done, over=True)
+
+
+class _Steps(_Counter):
     """Counts a program's steps, marks where each begins, and raises `Enough` where one too many would.
 
     Where there are several optimizers, as of a generator and a discriminator, the one that steps most often counts, and
     a step is over when those have stepped that are one behind.
     """
 
+    unit = "step"
+
     def __init__(self, run: Run, most: int) -> None:
-        self._run = run
-        self._most = most
+        super().__init__(run, most)
         self._by_optimizer: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self._done = 0
         self._begun = False
-        self._over = False
         self._called = False  # a module, since the last step ended
 
     @contextmanager
@@ -213,38 +258,98 @@ class _Steps:
             stack.callback(register_optimizer_step_post_hook(self._on_step).remove)
             yield
 
-    def end(self) -> None:
-        """Marks that what comes now is after the last step."""
-        if self._done and not self._over:
-            self._over = True
-            self._run.mark_step(self._done, over=True)
-
     def _on_call(self, module: nn.Module, args: Any) -> None:
         self._called = True
-        if not self._begun and self._done - 1 not in self._by_optimizer.values():
+        if not self._begun and self.done - 1 not in self._by_optimizer.values():
             self._end_or_begin(begins=torch.is_grad_enabled())
 
     def _on_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         count = self._by_optimizer[optimizer] = self._by_optimizer.get(optimizer, 0) + 1
-        if count <= self._done:
+        if count <= self.done:
             return
         if not self._begun:
             self._end_or_begin()
         called, self._called = self._called, False
-        self._done, self._begun = count, False
+        self.done, self._begun = count, False
         if not called:
             self._end_or_begin()
 
     def _end_or_begin(self, begins: bool = True) -> None:
-        if self._done == self._most:
-            self.end()  # what the program gives back as it unwinds is no part of a step
+        if self.done == self._most:
+            self.end()
             raise Enough
         if not begins:
             return
         self._begun = True
-        if self._done == 0:
+        if self.done == 0:
             gc.collect()  # as before the first of `Run.steps`
-        self._run.mark_step(self._done)
+        self._run.mark_step(self.done)
+
+
+class _Batches(_Counter):
+    """Counts batches of evaluation, marks where each begins, and cuts loops over data loaders short."""
+
+    unit = "batch"
+
+    def __init__(self, run: Trace, most: int, phase: str) -> None:
+        super().__init__(run, most)
+        self._most_trained = 1 if phase == "predict" else most
+        self._predicts = phase == "predict"
+        self._open: list[set[bool]] = []  # of each loop under way, whether its batch was trained on, or evaluated
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        iterate = DataLoader.__iter__
+        with ExitStack() as stack:
+            cut = mock.patch.object(DataLoader, "__iter__", lambda loader: self._cut(iterate(loader)))
+            stack.enter_context(cut)
+            trainers = (f"{name}.trainer.trainer" for name in ("lightning.pytorch", "pytorch_lightning"))
+            stack.enter_context(changed(dict.fromkeys(trainers, self._limits)))
+            stack.callback(register_module_forward_pre_hook(self._on_call).remove)
+            yield
+
+    def _on_call(self, module: nn.Module, args: Any) -> None:
+        trains = torch.is_grad_enabled()
+        if trains and self.done >= self._most and not self._predicts:
+            self.end()
+            raise Enough
+        if not trains and self._open and not self._open[-1]:
+            self._run.mark_step(self.done)
+        for kinds in self._open:
+            kinds.add(trains)
+
+    def _limits(self, module: ModuleType) -> Iterator[Change]:
+        """Lightning validates after as many batches as it expects: it is told how many there will be."""
+        initialise = module.Trainer.__init__
+
+        @wraps(initialise)
+        def limited(trainer: Any, *args: Any, limit_train_batches: Any = None, **kwargs: Any) -> None:
+            fewer = type(limit_train_batches) is int and limit_train_batches < self._most_trained
+            most = limit_train_batches if fewer else self._most_trained
+            initialise(trainer, *args, limit_train_batches=most, **kwargs)
+
+        yield module.Trainer, "__init__", limited
+
+    def _cut(self, batches: Iterable[Any]) -> Iterator[Any]:
+        kinds: set[bool] = set()
+        trained, evaluated, before = 0, 0, self._run.live_bytes
+        self._open.append(kinds)
+        try:
+            for batch in batches:
+                yield batch
+                live, before = self._run.live_bytes - before, self._run.live_bytes
+                trained += True in kinds
+                if kinds == {False}:
+                    evaluated, self.done = evaluated + 1, self.done + 1
+                kinds.clear()
+                if trained >= self._most_trained or (evaluated >= self._most and live <= 0):
+                    return
+        finally:
+            self._open.remove(kinds)
+
+
+def _several(count: int, unit: str) -> str:
+    return f"{count} {unit}" if count == 1 else f"{count} {unit}{'es' if unit == 'batch' else 's'}"
 
 
 def _called(function: Callable[[], Any], name: str = "") -> Any:

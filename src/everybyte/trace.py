@@ -217,6 +217,11 @@ class Trace(Run):
         left = self._storages.weakly() if self._timeline is None else self._left
         return {address: event for address, (event, storage) in left.items() if storage() is not None}
 
+    @property
+    def live_bytes(self) -> int:
+        """Bytes that are allocated now."""
+        return self._storages.recorder.live_bytes
+
     def address(self, tensor: torch.Tensor) -> int:
         storage = storage_of(tensor)
         return storage._cdata if storage is not None else 0

@@ -21,7 +21,7 @@ from ..allocator import Allocator, Replay
 from ..caching import MIN_BLOCK
 from ..changes import Loaders
 from ..names import alike, printable
-from ..script import Failed, Program, Ran
+from ..script import PHASES, Failed, Program, Ran
 from ..trace import Trace
 from ..trials import Advice, Trial, Trials
 from ..units import format_bytes
@@ -48,6 +48,9 @@ def add(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument("--gpu", help=f"such as a4000, t4 or 3050ti; {gpus.DEFAULT} unless given")
     parser.add_argument(
         "--steps", type=_count, metavar="N", help=f"end after N steps of the optimizer; {Program.steps} unless given"
+    )
+    parser.add_argument(
+        "--phase", choices=PHASES, default="train", help="what of a script matters: its training unless given"
     )
     parser.add_argument("--snapshot", type=new_file, metavar="OUT", help="write a snapshot for PyTorch's memory viewer")
     parser.add_argument("--parquet", type=new_file, metavar="OUT", help="write the timeline, an event a row")
@@ -181,7 +184,7 @@ def _answer(args: argparse.Namespace) -> Answer:
 
 def _program(args: argparse.Namespace) -> Program:
     try:
-        return Program(args.target, args.arguments, args.steps or Program.steps)
+        return Program(args.target, args.arguments, args.steps or Program.steps, args.phase)
     except ValueError as error:
         raise Stop(BAD_INPUT, str(error)) from None
 
