@@ -2,12 +2,13 @@
 
 from contextlib import nullcontext
 from copy import deepcopy
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 import everybyte as eb
 from everybyte import changes
@@ -63,8 +64,7 @@ def plain_loss(model, x, y):
 
 def under_autocast(model, x, y):
     with torch.autocast("cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16):
-        out = model(x)
-    return nn.functional.cross_entropy(out, y)
+        return plain_loss(model, x, y)
 
 
 def fused(parameters):
@@ -103,25 +103,38 @@ def as_the_second_step_begins(timeline):
     return timeline.by("category", first)["nbytes"].get("gradient", 0)
 
 
-def test_accumulated_twice_is_two_microbatches_a_step():
-    changed, losses = {}, []
+@pytest.mark.parametrize("closure", [False, True], ids=["plain", "in a closure"])
+def test_accumulated_twice_is_two_microbatches_a_step(closure):
+    changed = {}
 
-    def program(run, halves):
-        with run, changes.accumulated(2) if halves else nullcontext():
+    def program(halves):
+        with changes.accumulated(2) if halves else nullcontext():
             torch.manual_seed(0)
-            model = Net()
-            sgd = torch.optim.SGD(model.parameters(), 0.1)
+            nets = [Net(), Net()]  # two optimizers, each of which counts its own steps
+            sgds = [torch.optim.SGD(net.parameters(), 0.1) for net in nets]
+            for sgd in sgds:
+                torch.optim.lr_scheduler.ConstantLR(sgd, 1.0)  # puts a step() of its own in place of the optimizer's
             for x, y in loader(128 if halves else 256):
-                sgd.zero_grad()
-                losses.append(plain_loss(model, x, y) / (2 if halves else 1))
-                losses[-1].backward()
-                sgd.step()
-        changed[halves] = model.state_dict()
+                for net, sgd in zip(nets, sgds, strict=True):
 
-    program(nullcontext(), halves=False)
-    program(nullcontext(), halves=True)
-    for name, weight in changed[False].items():
-        torch.testing.assert_close(weight, changed[True][name])
+                    def compute(net=net, sgd=sgd, x=x, y=y):
+                        sgd.zero_grad()
+                        loss = plain_loss(net, x, y) / (2 if halves else 1)
+                        loss.backward()
+                        return loss
+
+                    if closure:
+                        assert sgd.step(compute) > 0
+                    else:
+                        compute()
+                        sgd.step()
+        changed[halves] = [net.state_dict() for net in nets]
+
+    program(halves=False)
+    program(halves=True)
+    for whole, halved in zip(changed[False], changed[True], strict=True):
+        for name, weight in whole.items():
+            torch.testing.assert_close(weight, halved[name])
 
 
 def test_a_models_repeated_blocks_are_its_outermost_alike_ones():
@@ -152,16 +165,68 @@ def test_a_model_that_evaluates_makes_no_graph_and_one_that_trains_does():
         assert not model.eval()(torch.ones(1, 32)).requires_grad
 
 
-def test_the_first_loader_that_is_read_tells_its_batch_size():
-    other, first = loader(3), loader(5)
+def test_the_loader_that_feeds_the_first_step_tells_its_batch_size():
+    checked, first, after = loader(3), loader(5), loader(7)
     with changes.Loaders().watched() as seen:
-        next(iter(first)), next(iter(other))
+        next(iter(checked)), next(iter(first))
+        torch.optim.SGD(Net().parameters(), 0.1).step()
+        next(iter(after))
     assert (seen.batch_size, seen.samples) == (5, 768)
+    with changes.Loaders().watched() as seen:
+        next(iter(DataLoader(TensorDataset(torch.ones(9)), batch_size=None)))
+    assert (seen.batch_size, seen.samples) == (None, 9)
 
 
 def test_only_loaders_of_that_batch_size_change():
+    data = TensorDataset(torch.ones(9))
     with changes.loader_batches(16, 5):
-        sizes = [loader(16).batch_size, loader(3).batch_size, DataLoader(TensorDataset(torch.ones(3))).batch_size]
-        positional = DataLoader(TensorDataset(torch.ones(9)), 16, True)
+        sizes = [loader(16).batch_size, loader(3).batch_size, DataLoader(data).batch_size]
+        positional = DataLoader(data, 16, True)
+        sampled = [*DataLoader(data, batch_sampler=BatchSampler(range(9), 16, False))]
+        alone = DataLoader(data, batch_size=None)
     assert sizes == [5, 3, 1]
     assert positional.batch_size == 5
+    assert [len(x) for (x,) in sampled] == [5, 4]
+    assert alone.batch_size is None
+
+
+def test_a_program_with_mixed_precision_of_its_own_keeps_it():
+    def dtypes(own):
+        net, seen = Net(), []
+        handle = net.head.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+        with changes.mixed_precision():
+            with own:
+                loss = net(torch.ones(1, 32)).sum()
+            loss.backward()
+            with torch.no_grad():
+                net(torch.ones(1, 32))
+            seen.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+        handle.remove()
+        return seen
+
+    half, bf16, full = torch.float16, torch.bfloat16, torch.float32
+    assert dtypes(torch.autocast("cpu", half)) == [half, bf16, full]
+    assert dtypes(nullcontext()) == [bf16, bf16, full]
+
+
+def test_a_model_that_checkpoints_by_itself_does_so_inside_of_another():
+    class Own(nn.Module):
+        supports_gradient_checkpointing, asked = True, None
+
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Block(32) for _ in range(2))
+
+        def gradient_checkpointing_enable(self, options):
+            self.asked = options
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    inner = Own()
+    with mock.patch("everybyte.changes.checkpoint") as generic, changes.checkpointing():
+        nn.Sequential(inner, nn.Linear(32, 2))(torch.ones(1, 32))
+    assert inner.asked == {"use_reentrant": False}
+    generic.assert_not_called()

@@ -22,7 +22,7 @@ def test_the_answer_fits_and_one_more_does_not(constant, each, room, now, noise,
 
     def tried(size):
         tries.append(size)
-        return SimpleNamespace(fits=need(size) <= room, nbytes=need(size))
+        return SimpleNamespace(fits=need(size) <= room, nbytes=need(size), why="")
 
     found = largest(tried, now, room, 2**16)
     if found.size:
@@ -41,7 +41,7 @@ def test_few_tries_are_needed_where_bytes_follow_a_line():
     def tried(size):
         tries.append(size)
         nbytes = 3_000_000_000 + 512 * ((size * 171_000_001) // 512)
-        return SimpleNamespace(fits=nbytes <= 16_000_000_000, nbytes=nbytes)
+        return SimpleNamespace(fits=nbytes <= 16_000_000_000, nbytes=nbytes, why="")
 
     assert largest(tried, 8, 16_000_000_000, 2**16).size == 76
     assert len(tries) <= 5

@@ -180,8 +180,8 @@ def test_a_recording_of_nothing_is_as_described_and_has_a_report(tmp_path):
 
 
 LARGEST = {
-    "batch_size": {"now": 8, "fits": 23, "bytes": 15_000_000_000, "next_bytes": 15_900_000_000},
-    "sequence": {"now": 2048, "fits": 3000, "bytes": 15_100_000_000, "next_bytes": None},
+    "batch_size": {"now": 8, "fits": 23, "bytes": 15_000_000_000, "next_bytes": 15_900_000_000, "next_reason": "x"},
+    "sequence": {"now": 2048, "fits": 3000, "bytes": 15_100_000_000, "next_bytes": None, "next_reason": None},
 }
 LEVERS = [
     {

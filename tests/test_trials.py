@@ -1,6 +1,7 @@
 """A program traced again with other sizes and edits: the largest batch that fits, and what each lever really saves."""
 
 import json
+from concurrent.futures import BrokenExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -126,18 +127,93 @@ def test_on_the_host_the_largest_batch_holds_a_limit_that_a_real_run_meets(scrip
     assert peak("measure", found.size + 1) == found.next_nbytes > limit
 
 
-def test_the_command_says_what_fits_and_what_to_write(script, capsys, monkeypatch):
+@pytest.fixture
+def in_order(monkeypatch):
+    """Trials come one after another, in this process, and pull no lever."""
     monkeypatch.setattr(trials.Trials, "trial", lambda self, program, edits=(): tried(program, self._gpu, edits))
     monkeypatch.setattr(trials.Trials, "__enter__", lambda self: self)
     monkeypatch.setattr(trials.Trials, "__exit__", lambda self, *_: None)
     monkeypatch.setattr(trials, "ThreadPoolExecutor", InOrder)
+    return monkeypatch
+
+
+def test_the_command_says_what_fits_and_what_to_write(script, capsys, in_order):
     assert main(["trace", "--gpu", "3050ti", "--steps", "2", "--json", script, "--batch-size", "1000"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["largest"]["batch_size"]["fits"] >= 1000
+    assert "batch_size" not in answer["largest"] or answer["largest"]["batch_size"]["fits"] <= 1500
     assert "sequence" not in answer["largest"]
     first = answer["levers"][0]
     assert first["saves"] == answer["peak_reserved"] - first["peak_reserved"] > 0
     assert first["edit"]["torch"]
+
+
+def test_a_trial_that_dies_leaves_the_verdict(script, capsys, in_order):
+    def killed(self, plain):
+        raise BrokenExecutor
+
+    in_order.setattr(trials.Trials, "advice", killed)
+    assert main(["trace", "--gpu", "3050ti", "--steps", "1", "--json", script]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["verdict"], answer["largest"], answer["levers"]) == ("fits", {}, [])
+    assert any("a trial's process was killed" in remark for remark in answer["remarks"])
+
+
+LOADING = """\
+import sys
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
+
+batch = int(sys.argv[2]) if len(sys.argv) > 2 else 8
+data = TensorDataset(torch.zeros(20, 2**20))
+model = torch.nn.Linear(2**20, 1).cuda()
+sgd = torch.optim.SGD(model.parameters())
+for (x,) in {loader}:
+    model(x.cuda()).mean().backward()
+    sgd.step()
+"""
+
+
+class Theirs:
+    """A sampler of batches that keeps its own size."""
+
+    text = "type('Theirs', (), {'batch_size': 8, '__iter__': lambda self: iter([[*range(8)]])})()"
+
+
+@pytest.mark.parametrize(
+    ("loader", "arguments", "fits"),
+    [
+        ("DataLoader(data, batch)", (), 14),
+        ("DataLoader(data, batch)", ("--batch-size", "8"), 14),
+        ("DataLoader(data, batch_sampler=BatchSampler(range(20), batch, False))", (), 14),
+        (f"DataLoader(data, batch_sampler={Theirs.text})", (), None),
+        ("DataLoader(data, 8)", ("--batch-size", "8"), None),  # nobody reads the argument
+        ("DataLoader(data, 4)", ("--batch-size", "8"), None),
+        ("DataLoader([torch.zeros(8, 2**20)], batch_size=None)", (), None),
+        ("[(torch.zeros(batch, 2**20),)]", ("--batch-size", "8"), 14),
+        ("DataLoader(torch.utils.data.Subset(data, range(12)), batch, drop_last=True)", ("--batch-size", "8"), 12),
+        ("DataLoader(data, 7, drop_last=True) if batch == 8 else [][:0]", ("--batch-size", "8"), 8),
+    ],
+)
+def test_a_batch_is_the_largest_only_if_the_program_reads_it(loader, arguments, fits, tmp_path, in_order):
+    path = tmp_path / "loading.py"
+    path.write_text(LOADING.replace("{loader}", loader))
+    in_order.setattr(trials, "LEVERS", ())
+    program = Program(str(path), arguments, steps=2)
+    plain = tried(program, GPU)
+    of_eight = tried(Program(str(path), ("--batch-size", "8"), steps=2), GPU).nbytes if fits == 14 else plain.nbytes
+    gpu = replace(GPU, total=GPU.context[0] + of_eight + (14 - 8) * 4 * MiB)  # 4 MiB a sample
+    with Trials(program, gpu) as trying:
+        found = trying.advice(plain).largest
+    assert {kind: one.size for kind, one in found.items()} == ({} if fits is None else {"batch_size": fits})
+
+
+def test_why_one_more_does_not_run_is_said(tmp_path, capsys, in_order):
+    path = tmp_path / "limited.py"
+    path.write_text(LOADING.replace("{loader}", "[(torch.zeros(batch, 2**20),)]") + "assert batch < 10, 'too many'\n")
+    in_order.setattr(trials, "LEVERS", ())
+    assert main(["trace", "--gpu", "a4000", str(path), "--batch-size", "8"]) == 0
+    assert "that fits: 9 (now 8; 10 cannot be traced: " in (said := capsys.readouterr().out)
+    assert "too many" in said
 
 
 class InOrder(nullcontext):

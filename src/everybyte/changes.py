@@ -11,7 +11,8 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial, wraps
+from functools import partial
+from types import MethodType
 from typing import Any
 from unittest import mock
 
@@ -28,16 +29,42 @@ Change = Callable[[], AbstractContextManager[Any]]
 
 @contextmanager
 def mixed_precision() -> Iterator[None]:
-    """Every forward pass of a model under bfloat16 autocast."""
+    """Forward pass and loss under bfloat16 autocast: from where a model is called to where the backward pass begins.
+
+    A program that has autocast of its own where it calls the model is left as it is.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with _around_models(partial(torch.autocast, device, torch.bfloat16)):
+    inside, backward = ExitStack(), torch.autograd.backward
+
+    def begin(module: nn.Module) -> None:
+        if not torch.is_autocast_enabled(device):
+            inside.enter_context(torch.autocast(device, torch.bfloat16))
+
+    def end(*_: Any) -> None:
+        inside.close()
+
+    def before_backward(*args: Any, **kwargs: Any) -> None:
+        end()
+        backward(*args, **kwargs)
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.autograd, "backward", before_backward))
+        stack.callback(optim.register_optimizer_step_pre_hook(end).remove)
+        stack.callback(end)
+        stack.enter_context(_outermost(begin, lambda: None if torch.is_grad_enabled() else end()))
         yield
 
 
 @contextmanager
 def no_graph() -> Iterator[None]:
     """Every forward pass of a model that is in evaluation mode without a graph."""
-    with _around_models(torch.no_grad, lambda model: not model.training):
+    inside = ExitStack()
+
+    def begin(module: nn.Module) -> None:
+        if not module.training:
+            inside.enter_context(torch.no_grad())
+
+    with inside, _outermost(begin, inside.close):
         yield
 
 
@@ -49,16 +76,24 @@ def checkpointing() -> Iterator[None]:
     def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if module not in seen:
             seen.update(module.modules())
-            if hasattr(module, "gradient_checkpointing_enable"):  # of transformers, which must give up its cache too
-                module.gradient_checkpointing_enable({"use_reentrant": False})
-            else:
-                blocks.update(repeated(module))
+            own = _checkpointing_themselves(module)
+            blocks.update(block for block in repeated(module) if block not in own)
         if module in blocks and module.training and torch.is_grad_enabled():
             return checkpoint(partial(call, module), *args, use_reentrant=False, **kwargs)
         return call(module, *args, **kwargs)
 
     with mock.patch.object(nn.Module, "__call__", called):
         yield
+
+
+def _checkpointing_themselves(model: nn.Module) -> set[nn.Module]:
+    """Has models of transformers checkpoint by themselves: they must give up their cache, too. All modules in them."""
+    own: set[nn.Module] = set()
+    for module in model.modules():
+        if module not in own and getattr(module, "supports_gradient_checkpointing", False):
+            module.gradient_checkpointing_enable({"use_reentrant": False})
+            own.update(module.modules())
+    return own
 
 
 def repeated(model: nn.Module) -> Iterator[nn.Module]:
@@ -107,29 +142,34 @@ def gradients_cleared() -> Iterator[None]:
 
 @contextmanager
 def accumulated(count: int = 2) -> Iterator[None]:
-    """The optimizer steps, and gradients are cleared, only with every so many-th of the program's steps."""
-    initialise, calls, open_ = optim.Optimizer.__init__, 0, False
+    """Each optimizer steps, and gradients are cleared, only with every so many-th of the program's steps."""
+    initialise, open_ = optim.Optimizer.__init__, weakref.WeakSet[optim.Optimizer]()
 
     def initialised(self: optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         initialise(self, *args, **kwargs)
-        step = self.step
+        me, step, calls = weakref.ref(self), type(self).step, 0
 
-        @wraps(step)
-        def stepped(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls, open_
+        def stepped(_: Any, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
             calls += 1
-            open_ = bool(calls % count)
-            return None if open_ else step(*args, **kwargs)
+            if calls % count == 0:
+                loss = step(me(), *(() if closure is None else (closure,)), *args, **kwargs)
+                open_.discard(me())
+                return loss
+            with torch.enable_grad():
+                loss = closure and closure()
+            open_.add(me())
+            return loss
 
-        self.step = stepped
+        self.step = MethodType(stepped, weakref.proxy(self))  # a method: schedulers look for its function
 
-    def unless_open(clear: Callable[..., None]) -> Callable[..., None]:
-        return lambda *args, **kwargs: None if open_ else clear(*args, **kwargs)
+    def unless_open(clear: Callable[..., None], theirs: Callable[[Any], bool]) -> Callable[..., None]:
+        return lambda self, *args, **kwargs: None if theirs(self) else clear(self, *args, **kwargs)
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(optim.Optimizer, "__init__", initialised))
-        for owner in (optim.Optimizer, nn.Module):
-            stack.enter_context(mock.patch.object(owner, "zero_grad", unless_open(owner.zero_grad)))
+        for owner, theirs in ((optim.Optimizer, open_.__contains__), (nn.Module, lambda module: bool(open_))):
+            stack.enter_context(mock.patch.object(owner, "zero_grad", unless_open(owner.zero_grad, theirs)))
         yield
 
 
@@ -152,7 +192,8 @@ class Loaders:
     """Looks at, and changes, the batch size of what a program reads.
 
     Attributes:
-        batch_size: Of the first loader that was read; None if none was, or it has none.
+        batch_size: Of the loader that was read last before an optimizer stepped, for some evaluate before they train;
+            None if none was, or it has none.
         samples: How many samples that loader has to give; None if unknown.
     """
 
@@ -162,62 +203,70 @@ class Loaders:
 
     @contextmanager
     def watched(self) -> Iterator[Loaders]:
-        """Notes the first loader that is read while the block lasts."""
-        begin = torch.utils.data.DataLoader.__iter__
+        """Notes the loader that is read while the block lasts."""
+        begin, stepped = torch.utils.data.DataLoader.__iter__, False
 
         def begun(loader: torch.utils.data.DataLoader[Any]) -> Any:
-            if self.batch_size is None:
+            if not stepped:
                 size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
                 self.batch_size = size if isinstance(size, int) else None
                 self.samples = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
             return begin(loader)
 
-        with mock.patch.object(torch.utils.data.DataLoader, "__iter__", begun):
+        def step(*_: Any) -> None:
+            nonlocal stepped
+            stepped = True
+
+        with ExitStack() as stack:
+            stack.callback(optim.register_optimizer_step_post_hook(step).remove)
+            stack.enter_context(mock.patch.object(torch.utils.data.DataLoader, "__iter__", begun))
             yield self
 
 
 @contextmanager
 def loader_batches(now: int, then: int) -> Iterator[None]:
-    """Loaders that are made for batches of one size give batches of another."""
-    initialise = torch.utils.data.DataLoader.__init__
-    signature = inspect.signature(initialise)
+    """Loaders, and samplers of batches, that are made for batches of one size give batches of another."""
 
-    def initialised(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = signature.bind(self, *args, **kwargs)
-        if given.arguments.get("batch_size", 1) == now and given.arguments.get("batch_sampler") is None:
-            given.arguments["batch_size"] = then
-        initialise(*given.args, **given.kwargs)
+    def of_another_size(initialise: Callable[..., None], by_itself: Callable[[dict[str, Any]], bool]) -> Any:
+        signature = inspect.signature(initialise)
 
-    with mock.patch.object(torch.utils.data.DataLoader, "__init__", initialised):
+        def initialised(self: Any, *args: Any, **kwargs: Any) -> None:
+            given = signature.bind(self, *args, **kwargs)
+            given.apply_defaults()
+            if given.arguments["batch_size"] == now and by_itself(given.arguments):
+                given.arguments["batch_size"] = then
+            initialise(*given.args, **given.kwargs)
+
+        return initialised
+
+    loader, sampler = torch.utils.data.DataLoader, torch.utils.data.BatchSampler
+    with (
+        mock.patch.object(
+            loader, "__init__", of_another_size(loader.__init__, lambda given: given["batch_sampler"] is None)
+        ),
+        mock.patch.object(sampler, "__init__", of_another_size(sampler.__init__, lambda given: True)),
+    ):
         yield
 
 
 @contextmanager
-def _around_models(
-    enter: Callable[[], AbstractContextManager[Any]], which: Callable[[nn.Module], bool] = lambda model: True
-) -> Iterator[None]:
-    """Enters something around each call of a module from outside any module."""
-    depth, inside = 0, ExitStack()
+def _outermost(begin: Callable[[nn.Module], object], end: Callable[[], object]) -> Iterator[None]:
+    """Calls something before, and something after, each call of a module from outside any module."""
+    depth = 0
 
     def before(module: nn.Module, args: Any) -> None:
         nonlocal depth
-        if depth == 0 and which(module):
-            inside.enter_context(enter())
+        if depth == 0:
+            begin(module)
         depth += 1
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         nonlocal depth
         depth -= 1
         if depth == 0:
-            inside.close()
+            end()
 
-    handles = (
-        hooks.register_module_forward_pre_hook(before),
-        hooks.register_module_forward_hook(after, always_call=True),
-    )
-    try:
+    with ExitStack() as stack:
+        stack.callback(hooks.register_module_forward_pre_hook(before).remove)
+        stack.callback(hooks.register_module_forward_hook(after, always_call=True).remove)
         yield
-    finally:
-        inside.close()
-        for handle in handles:
-            handle.remove()

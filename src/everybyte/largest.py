@@ -1,4 +1,8 @@
-"""The largest size that fits, found by trying: the answer fits and one more does not, both really tried."""
+"""The largest size that fits, found by trying: the answer fits and one more does not, both really tried.
+
+What an allocator reserves does not always grow with the size, so a larger one may fit again by luck. That is not looked
+for: the answer is where a program that grows stops fitting.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ class Tried(Protocol):
 
     fits: bool
     nbytes: int
+    why: str
 
 
 @dataclass(frozen=True)
@@ -25,13 +30,15 @@ class Largest:
         now: The size that the program has.
         size: The largest that fits; 0 if not even 1 does.
         nbytes: What it needs; 0 if none fits.
-        next_nbytes: What one more needs; None if there is no more to try.
+        next_nbytes: What one more needs, 0 if the program fails there; None if there is no more to try.
+        next_why: Why one more does not fit.
     """
 
     now: int
     size: int
     nbytes: int
     next_nbytes: int | None
+    next_why: str = ""
 
 
 def largest(tried: Callable[[int], Tried], now: int, room: int, most: int) -> Largest:
@@ -55,8 +62,8 @@ def largest(tried: Callable[[int], Tried], now: int, room: int, most: int) -> La
         found[guess] = tried(guess)
         low, high = (guess, high) if found[guess].fits else (low, guess)
         guess = (low + high) // 2 if len(found) > _BY_LINE else _next_guess(found, low, high, room)
-    beyond = found[high].nbytes if high in found else None
-    return Largest(now, low, found[low].nbytes if low else 0, beyond)
+    nbytes, beyond = found[low].nbytes if low else 0, found.get(high)
+    return Largest(now, low, nbytes, *((beyond.nbytes, beyond.why) if beyond else (None,)))
 
 
 def _next_guess(found: dict[int, Tried], low: int, high: int, room: int) -> int:

@@ -68,7 +68,7 @@ LEVERS: Final = (
             "torch": "loss = criterion(model(x), y) / 2  # with half the batch size\n"
             "loss.backward()\n"
             "if (i + 1) % 2 == 0:\n    optimizer.step()\n    optimizer.zero_grad()",
-            "transformers": "TrainingArguments(..., per_device_train_batch_size={half}, gradient_accumulation_steps=2)",
+            "transformers": "TrainingArguments(..., per_device_train_batch_size=N // 2, gradient_accumulation_steps=2)",
             "lightning": "Trainer(..., accumulate_grad_batches=2)  # and half the batch size",
         },
         halves=True,

@@ -40,8 +40,9 @@ class Trial:
         word: The verdict.
         nbytes: The most that is reserved on a GPU that never runs out; 0 if the program failed.
         why: Why the verdict is no plain yes.
-        batch_size: Of the first loader that the program read; None if it read none.
+        batch_size: Of the loader that feeds the program's first step; None if there is none, or that has none.
         samples: What that loader has to give; None if unknown.
+        steps: How often the optimizer stepped.
         frameworks: Those of `FRAMEWORKS` that it imported.
     """
 
@@ -50,14 +51,15 @@ class Trial:
     why: str = ""
     batch_size: int | None = None
     samples: int | None = None
+    steps: int = 0
     frameworks: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, verdict: Verdict, loaders: changes.Loaders) -> Self:
+    def of(cls, verdict: Verdict, loaders: changes.Loaders, steps: int) -> Self:
         """That of a run that is over, in this process."""
         frameworks = tuple(name for name in FRAMEWORKS if name in sys.modules)
         reserved = verdict.replay.peak_reserved
-        return cls(verdict.word, reserved, verdict.why, loaders.batch_size, loaders.samples, frameworks)
+        return cls(verdict.word, reserved, verdict.why, loaders.batch_size, loaders.samples, steps, frameworks)
 
     @property
     def fits(self) -> bool:
@@ -72,7 +74,7 @@ def tried(program: Program, gpu: GPU, edits: Sequence[Change] = ()) -> Trial:
         verdict = judge(run.timeline.with_workspaces(), gpu, doubts(run.not_covered, run.conditional))
     except Failed as error:  # another size may not suit it
         return Trial(CANNOT_SAY, 0, str(error))
-    return Trial.of(verdict, loaders)
+    return Trial.of(verdict, loaders, run.timeline.info["steps"])
 
 
 @dataclass(frozen=True)
@@ -123,31 +125,43 @@ class Trials:
         """The largest sizes that fit, and what each lever saves, beside the program as it is."""
         found = {kind: resized for kind in sizes.NAMES if (resized := self._resized(kind, plain)) is not None}
         with ThreadPoolExecutor(len(found) + len(LEVERS) or 1) as threads:
-            searches = {kind: threads.submit(self._largest, *resized) for kind, resized in found.items()}
+            searches = {kind: threads.submit(self._largest, resized, plain) for kind, resized in found.items()}
             pulled = [*threads.map(lambda lever: self._pull(lever, plain, found.get("batch_size")), LEVERS)]
-            best = {kind: search.result() for kind, search in searches.items()}
+            best = {kind: best for kind, search in searches.items() if (best := search.result()) is not None}
         levers = [each for each in pulled if each is not None and 0 < each.trial.nbytes < plain.nbytes]
         return Advice(best, sorted(levers, key=lambda each: each.trial.nbytes))
 
     def _resized(self, kind: str, plain: Trial) -> Resized | None:
         """How the program gets another size of a kind; None if it has none that can be found."""
+        read = plain.batch_size if kind == "batch_size" else None
+        most = max(read or 1, min(MOST, plain.samples or MOST))
         if (size := sizes.among(self._program.arguments).get(kind)) is not None:
 
             def at(value: int) -> tuple[Program, Sequence[Change]]:
                 return replace(self._program, arguments=size.to(value, self._program.arguments)), ()
 
-            return at, size.now, MOST
-        if kind == "batch_size" and plain.batch_size is not None:
-            now = plain.batch_size
-            return (
-                lambda value: (self._program, [partial(changes.loader_batches, now, value)]),
-                now,
-                max(now, min(MOST, plain.samples or MOST)),
-            )
-        return None
+            return at, size.now, most if size.now == read else MOST
+        if read is None:
+            return None
+        return lambda value: (self._program, [partial(changes.loader_batches, read, value)]), read, most
 
-    def _largest(self, at: Callable[[int], tuple[Program, Sequence[Change]]], now: int, most: int) -> Largest:
-        return largest(lambda value: self.trial(*at(value)), now, self._gpu.usable[0], most)
+    def _largest(self, resized: Resized, plain: Trial) -> Largest | None:
+        """The largest that fits; None where the program reads or needs the same, whatever size it is told."""
+        at, now, most = resized
+        tries = {}
+
+        def attempt(value: int) -> Trial:
+            trial = self.trial(*at(value))
+            if trial.nbytes and plain.steps and not trial.steps:
+                trial = Trial(CANNOT_SAY, 0, "there it takes no step: no batch is full")
+            tries[value] = trial
+            return trial
+
+        found = largest(attempt, now, self._gpu.usable[0], most)
+        ran = {value: trial for value, trial in tries.items() if trial.nbytes}
+        if plain.batch_size == now and any(trial.batch_size != value for value, trial in ran.items()):
+            return None
+        return found if len({trial.nbytes for trial in ran.values()}) > 1 or found.size != most else None
 
     def _pull(self, lever: Lever, plain: Trial, batch: Resized | None) -> Pulled | None:
         if lever.needs and lever.needs not in plain.frameworks:

@@ -12,6 +12,7 @@ import itertools
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
+from concurrent.futures import BrokenExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -122,15 +123,20 @@ def _answer(args: argparse.Namespace) -> Answer:
     written(args.parquet, timeline.to_parquet)
     written(args.figure, lambda path: figures.overview(timeline).savefig(path))
 
+    unsure = doubts(run.not_covered, run.conditional)
+    verdict = judge(whole, gpu, unsure)
+    advice = Advice({}, ())
+    if not (args.quick or unsure):
+        try:
+            advice = _advice(program, gpu, Trial.of(verdict, loaders, steps))
+        except (BrokenExecutor, EOFError):
+            remarks.append("what would help is not known: a trial's process was killed, perhaps as it filled the host")
     notes = {
         "not_covered": sorted(run.not_covered),
         "conditional": list(run.conditional),
         "left_out": sorted(run.left_out),
         "remarks": [*remarks, *run.remarks],
     }
-    unsure = doubts(run.not_covered, run.conditional)
-    verdict = judge(whole, gpu, unsure)
-    advice = Advice({}, ()) if args.quick or unsure else _advice(program, gpu, Trial.of(verdict, loaders))
     needs = verdict.replay
     answer = {
         "schema": SCHEMA,
@@ -151,7 +157,13 @@ def _answer(args: argparse.Namespace) -> Answer:
         "needs": verdict.needs,
         "left": {"at_least": verdict.left[0], "at_most": verdict.left[1]},
         "largest": {
-            kind: {"now": one.now, "fits": one.size, "bytes": one.nbytes, "next_bytes": one.next_nbytes}
+            kind: {
+                "now": one.now,
+                "fits": one.size,
+                "bytes": one.nbytes or None,
+                "next_bytes": one.next_nbytes or None,
+                "next_reason": one.next_why or None,
+            }
             for kind, one in advice.largest.items()
         },
         "levers": [
@@ -224,8 +236,12 @@ def _first(answer: Mapping[str, Any]) -> Iterator[str]:
     at = " in ".join(filter(None, [peak["line"], peak["module"]]))
     yield printable(f"peak at         {at or peak['op']}")
     for kind, one in answer["largest"].items():
-        more = f"; {one['fits'] + 1:,} needs {format_bytes(one['next_bytes'])}" if one["next_bytes"] else ""
-        yield f"largest {kind.replace('_', ' ')} that fits: {one['fits']:,} (now {one['now']:,}{more})"
+        more = ""
+        if one["next_bytes"]:
+            more = f"; {one['fits'] + 1:,} needs {format_bytes(one['next_bytes'])}"
+        elif one["next_reason"]:
+            more = f"; {one['fits'] + 1:,} cannot be traced: {one['next_reason']}"
+        yield printable(f"largest {kind.replace('_', ' ')} that fits: {one['fits']:,} (now {one['now']:,}{more})")
     if answer["levers"]:
         yield ""
         yield "What would make it smaller, each traced again alone (--html and --json say what to write):"
