@@ -88,13 +88,15 @@ def main():
     loader = DataLoader(parts[0], args.batch_size, shuffle=True, pin_memory=amp, drop_last=True)
     validation = DataLoader(parts[1], args.batch_size)
 
-    model = Model(data.words, args.context, args.width, args.layers, args.heads).to(device)
+    sizes = args.context, args.width, args.layers, args.heads
+    model = Model(data.words, *sizes).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     scaler = torch.amp.GradScaler(device.type, enabled=amp)
     for epoch in range(args.epochs):
         losses = []
         for x, y in loader:
-            x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+            x = x.to(device, non_blocking=True)
+            y = y.to(device, non_blocking=True)
             optimizer.zero_grad()
             with torch.autocast(device.type, enabled=amp):
                 logits = model(x)
