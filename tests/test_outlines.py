@@ -172,3 +172,7 @@ def test_drawing_anew_what_is_out_of_bounds_is_no_branch_and_takes_its_most_memo
         nn.init.trunc_normal_(weight)
         # The weight, the numbers so far, those drawn anew, what is made of both, and the mask that says where.
         assert run.timeline.peak_bytes == 4 * 4000 + 1000 and not run.conditional
+    events = len(run.timeline)
+    nn.init.trunc_normal_(weight, std=0.02)  # whose bounds are a hundred times that away: none is drawn anew
+    frame = run.timeline.frame()[events:]
+    assert (frame["action"] == "alloc").sum() == 4  # what is below, above, either, and whether any is

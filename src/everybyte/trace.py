@@ -55,7 +55,7 @@ _BY_SHAPE: Final = frozenset(
 ) | frozenset(f"new_{name}" for name in ("empty", "empty_strided", "zeros", "ones", "full"))
 """Ops that need no value of their argument."""
 _REJECTS: Final = torch.nn.init._no_grad_trunc_normal_.__code__
-"""Draws numbers anew, those out of bounds, while there are any: twice is what its most memory takes."""
+"""Draws numbers anew, those out of bounds, while there are any."""
 _NO_META_KERNEL: Final = ("no fake impl registered", "INTERNAL ASSERT FAILED")
 _ACCUMULATE_GRAD: Final = torch._C._functions.AccumulateGrad
 _is_inference = torch.is_inference_mode_enabled
@@ -145,7 +145,7 @@ class Trace(Run):
         self.remarks: list[str] = []
         self._known = KnownValues()
         self._finite = True  # all numbers that were brought in
-        self._asked_to_reject = 0
+        self._rejected = 0  # how often in the call under way
         self._autocast = Autocast(
             rules.device.type,
             rules.autocast,
@@ -782,13 +782,24 @@ class Trace(Run):
             zero = torch.zeros((), dtype=tensor.dtype, device="cpu").item()
         if (passing := self._passes_check("item")) is not None:
             return type(zero)(passing)
-        if tensor.dtype == torch.bool and asking_frame().f_code is _REJECTS:
-            self._asked_to_reject += 1
-            return self._asked_to_reject % 3 > 0
+        if tensor.dtype == torch.bool and (frame := asking_frame()).f_code is _REJECTS:
+            return self._rejects(frame)
         self.unknown_reads.append(UnknownRead(user_line(), "item"))
         if tensor.dtype == torch.bool or values.decides_branch(*user_frame()):
             self._decided(user_line())
         return zero
+
+    def _rejects(self, frame: Any) -> bool:
+        """Whether numbers are to be expected out of bounds again; twice is what the most memory takes."""
+        names = frame.f_locals
+        within, count = names["p"], names["tensor"].numel()
+        if type(names) is dict:
+            names.clear()  # a copy, which would keep the tensors alive
+        self._rejected += 1
+        again = self._rejected <= 2 and count * (1 - within) ** self._rejected >= 0.5
+        if not again:
+            self._rejected = 0
+        return again
 
     def _passes_check(self, op: str) -> bool | None:
         """The truth value that the code asks for and that lets it go on, if the other one makes it raise; recorded."""
