@@ -94,6 +94,14 @@ def alone():
 def large():
     return lambda kept=torch.empty(20 * 10**9, dtype=torch.uint8): None
 
+def hoards():
+    kept = []
+    return lambda: kept.append(torch.empty(2**20, dtype=torch.uint8))
+
+def hoards_little():
+    kept = []
+    return lambda: kept.append(torch.empty(64, dtype=torch.uint8))
+
 def between():
     return lambda kept=torch.empty(16_756_244_480 - 220_000_000, dtype=torch.uint8): None
 
@@ -196,6 +204,15 @@ def test_the_timeline_is_written_for_pytorchs_viewer_and_as_a_table(script, run,
     refused(run(*TRACE, f"{script}:build", "--figure", "t.txt"), "let it end in .png, .svg or .pdf")
     refused(run(*TRACE, f"{script}:build", "--parquet", "no/t.parquet"), "cannot be written: there is no folder no")
     refused(run(*TRACE, f"{script}:build", "--snapshot", "."), "cannot be written: it is a folder")
+
+
+def test_what_each_step_leaves_behind_makes_no_yes_for_a_longer_run(script, run):
+    code, out, err = run("trace", f"{script}:hoards", "--quick", "--gpu", "a4000")
+    assert code == 3 and "left" in out
+    more = (16_756_244_480 - 235_929_600 - 2 * 2**21) // 2**20  # three of a mebibyte lie in two small segments
+    assert f"each step leaves 1,048,576 B (1.049 MB, 1.000 MiB) behind, and about {more:,} more fill the GPU" in err
+    assert run("trace", f"{script}:hoards_little", "--quick", "--gpu", "a4000")[0] == 0
+    assert run("trace", f"{script}:hoards", "--quick", "--gpu", "a4000", "--steps", "2")[0] == 0
 
 
 def test_a_file_is_traced_as_a_module_is_and_a_function_may_run_everything_itself(script, run):
