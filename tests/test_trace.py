@@ -1,3 +1,6 @@
+import copy
+import statistics
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -350,6 +353,22 @@ def test_an_unknown_value_that_is_counted_or_printed_is_no_condition():
         _ = x[:, :2] * n.item() / (n.item() + 1), f"{n.item():d} {x.mean().item():.3f}", int(n.item())
         _ = x[:, : torch.tensor(3)]  # this one is known
     assert run.conditional == []
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda loss: divmod(loss, 2)[0] < 1,
+        lambda loss: divmod(7, loss + 1)[1] < 1,
+        lambda loss: statistics.mean([loss, 0.5]) < 1,  # which turns it into a fraction, and back by its type
+        lambda loss: loss.is_integer(),
+        lambda loss: copy.deepcopy({"loss": loss})["loss"] < 1,
+    ],
+)
+def test_an_unknown_value_is_still_unknown_after_what_the_standard_library_makes_of_it(use):
+    with eb.trace() as run:
+        use(mlp()(run.to_device(np.ones((4, 8), "float32"))).mean().item())
+    assert len(run.conditional) == 1
 
 
 def test_an_op_without_a_shape_rule_is_refused_in_one_line():

@@ -92,8 +92,17 @@ def _stand_in(base: type) -> type:
     arithmetic = ("neg", "pos", "abs", "round", *binary, *(f"r{name}" for name in binary))
     if base is float:
         deciding = (*deciding, "int", "trunc", "floor", "ceil")  # becomes a plain number, a size as a rule
+    def divmod_(self: Any, other: Any) -> Any:
+        return self // other, self % other
+
+    def rdivmod(self: Any, other: Any) -> Any:
+        return other // self, other % self
+
     methods = {f"__{name}__": telling(f"__{name}__") for name in deciding}
+    methods |= {name: telling(name) for name in ("as_integer_ratio", "is_integer") if hasattr(base, name)}
+    methods |= {"__divmod__": divmod_, "__rdivmod__": rdivmod}
     methods |= {f"__{name}__": passing_on(f"__{name}__") for name in arithmetic}
+    methods["decided"] = staticmethod(lambda: None)  # of one made by its type, of what has been told already
     return type(f"Unknown{base.__name__.title()}", (base,), {**methods, "__hash__": base.__hash__})
 
 
