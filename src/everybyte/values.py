@@ -92,6 +92,7 @@ def _stand_in(base: type) -> type:
     arithmetic = ("neg", "pos", "abs", "round", *binary, *(f"r{name}" for name in binary))
     if base is float:
         deciding = (*deciding, "int", "trunc", "floor", "ceil")  # becomes a plain number, a size as a rule
+
     def divmod_(self: Any, other: Any) -> Any:
         return self // other, self % other
 
