@@ -7,7 +7,7 @@ import torch
 
 import everybyte as eb
 from everybyte.units import MiB
-from everybyte.verdict import doubts, judge
+from everybyte.verdict import doubts, judge, steps_until
 
 GPU = replace(eb.gpus.find("a4000"), total=1000 * MiB, context=(100 * MiB, 200 * MiB))
 
@@ -51,6 +51,21 @@ def test_bytes_that_are_missing_are_those_of_the_smallest_card_that_would_do():
     verdict = judge(run.timeline, GPU)
     assert verdict.replay.peak_reserved == 1502 * MiB
     assert (verdict.needs, verdict.left) == (902 * MiB, (-102 * MiB, -2 * MiB))
+
+
+@pytest.mark.parametrize(("kept", "word"), [(30 * MiB, "cannot say"), (0, "fits")])
+def test_a_run_that_goes_on_and_leaves_something_each_step_does_not_fit_for_long(kept, word):
+    left = []
+    with eb.trace("cuda", gpu=GPU) as run:
+        for _ in run.steps(4):
+            left.append(torch.empty(kept, dtype=torch.uint8))
+            torch.empty(100 * MiB, dtype=torch.uint8)
+    assert judge(run.timeline, GPU).word == "fits"
+    verdict = judge(run.timeline, GPU, goes_on=True)
+    assert verdict.word == word
+    assert steps_until(800 * MiB - verdict.needs, run.timeline) == (
+        (800 * MiB - verdict.needs) // kept if kept else None
+    )
 
 
 def test_doubts_are_told_by_kind():

@@ -78,6 +78,11 @@ class Ran:
     remarks: tuple[str, ...]
     ended: str
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the program was cut off there, and a real run goes on."""
+        return not self.ended.endswith("end")
+
 
 @dataclass(frozen=True)
 class Program:

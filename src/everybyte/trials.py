@@ -70,8 +70,9 @@ def tried(program: Program, gpu: GPU, edits: Sequence[Change] = ()) -> Trial:
     """Traces a program in this process, which is then of no other use."""
     loaders = changes.Loaders()
     try:
-        run = program.trace(gpu, changes=[loaders.watched(), *(edit() for edit in edits)]).run
-        verdict = judge(run.timeline.with_workspaces(), gpu, doubts(run.not_covered, run.conditional))
+        ran = program.trace(gpu, changes=[loaders.watched(), *(edit() for edit in edits)])
+        run, unsure = ran.run, doubts(ran.run.not_covered, ran.run.conditional)
+        verdict = judge(run.timeline.with_workspaces(), gpu, unsure, goes_on=ran.goes_on)
     except Failed as error:  # another size may not suit it
         return Trial(CANNOT_SAY, 0, str(error))
     return Trial.of(verdict, loaders, run.timeline.info["steps"])

@@ -20,6 +20,9 @@ FITS, TIGHT, DOES_NOT_FIT, CANNOT_SAY = "fits", "tight", "does not fit", "cannot
 MARGIN: Final = 20
 """A run that fits is tight if it would not with a twentieth of the GPU's memory less."""
 
+LONGEST_RUN: Final = 10**6
+"""A growth that so many steps more do not turn into a full GPU is no reason to doubt that a run fits."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -42,13 +45,14 @@ class Verdict:
     failure: OutOfMemory | None
 
 
-def judge(timeline: Timeline, gpu: GPU, unsure: Sequence[str] = ()) -> Verdict:
+def judge(timeline: Timeline, gpu: GPU, unsure: Sequence[str] = (), *, goes_on: bool = False) -> Verdict:
     """Whether a run fits on a GPU.
 
     Args:
         timeline: What the allocator gets to see, workspaces included (`Timeline.with_workspaces`).
         gpu: The GPU.
         unsure: Why the timeline may not be that of a real run; any reason makes the verdict "cannot say".
+        goes_on: Whether the program was cut off after some steps and has more: what grows with each then fills the GPU.
     """
     least, most = gpu.usable
 
@@ -77,7 +81,28 @@ def judge(timeline: Timeline, gpu: GPU, unsure: Sequence[str] = ()) -> Verdict:
     elif fails(least - gpu.total // MARGIN):
         word = TIGHT
         why = f"fits on {gpu.name} with less than 5 % of it to spare, which another process or a longer batch may take"
+    more = steps_until(least - needs, timeline) if goes_on and word in (FITS, TIGHT) else None
+    if more is not None:
+        word = CANNOT_SAY
+        why = (
+            f"cannot say whether it fits: each step leaves {format_bytes(growth(timeline))} behind, and about {more:,} "
+            "more fill the GPU; free what they keep (everybyte.leaks says who holds it), or trace with as many --steps "
+            "as there will be"
+        )
     return Verdict(word, why, replay, needs, (least - needs, most - needs), failure)
+
+
+def growth(timeline: Timeline) -> int:
+    """Bytes that each step leaves behind, at least; 0 if one leaves none. The first makes the optimizer's state."""
+    later = timeline.growth_per_step()["growth"].to_list()[1:]
+    return max(min(later), 0) if len(later) > 1 else 0
+
+
+def steps_until(left: int, timeline: Timeline) -> int | None:
+    """About how many steps more take what is left of a GPU; None if more than a run has, or they leave nothing."""
+    grows = growth(timeline)
+    more = left // grows if grows else LONGEST_RUN
+    return more if more < LONGEST_RUN else None
 
 
 def doubts(not_covered: Iterable[str], conditional: Iterable[str]) -> list[str]:

@@ -13,9 +13,9 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from concurrent.futures import BrokenExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from .. import answers, figures, gpus, page, workspace
 from ..allocator import Allocator, Replay
@@ -23,17 +23,12 @@ from ..caching import MIN_BLOCK
 from ..changes import Loaders
 from ..names import alike, printable
 from ..script import PHASES, Failed, Program, Ran
-from ..timeline import Timeline
 from ..trace import Trace
 from ..trials import Advice, Trial, Trials
 from ..units import format_bytes
-from ..verdict import CANNOT_SAY as SAYS_NOT
-from ..verdict import DOES_NOT_FIT, FITS, TIGHT, Verdict, doubts, judge
+from ..verdict import DOES_NOT_FIT, FITS, TIGHT, Verdict, doubts, judge, steps_until
 from . import BAD_INPUT, CANNOT_SAY, NO, SCHEMA, Answer, Stop, new_file, on_stderr, written
 from .text import LONGEST_LINE, LONGEST_TABLE, peaks, table
-
-LONGEST_RUN: Final = 10**6
-"""A growth that so many steps more do not turn into a full GPU is no reason to doubt that a run fits."""
 
 
 def add(commands: Any) -> argparse.ArgumentParser:
@@ -129,11 +124,9 @@ def _answer(args: argparse.Namespace) -> Answer:
     written(args.figure, lambda path: figures.overview(timeline).savefig(path))
 
     unsure = doubts(run.not_covered, run.conditional)
-    grows = _growth(timeline) if ran.ended.endswith(("step", "steps")) else 0
-    at_hand = judge(whole, gpu, unsure)
-    verdict = _of_longer_runs(at_hand, grows)
+    verdict = judge(whole, gpu, unsure, goes_on=ran.goes_on)
     advice = Advice({}, ())
-    if not (args.quick or unsure or verdict is not at_hand):
+    if not (args.quick or unsure or (ran.goes_on and steps_until(verdict.left[0], whole) is not None)):
         try:
             advice = _advice(program, gpu, Trial.of(verdict, loaders, steps))
         except (BrokenExecutor, EOFError):
@@ -224,24 +217,6 @@ def _advice(program: Program, gpu: gpus.GPU, plain: Trial) -> Advice:
         print("The verdict is there; now the largest batch that fits and what would help ...", file=sys.stderr)
     with Trials(program, gpu) as trials:
         return trials.advice(plain)
-
-
-def _growth(timeline: Timeline) -> int:
-    """Bytes that each step leaves behind, at least; 0 if one leaves none. The first makes the optimizer's state."""
-    later = timeline.growth_per_step()["growth"].to_list()[1:]
-    return max(min(later), 0) if len(later) > 1 else 0
-
-
-def _of_longer_runs(verdict: Verdict, grows: int) -> Verdict:
-    """The verdict on a program that goes on where its trace ended: what grows with every step fits for a while."""
-    more = max(verdict.left[0], 0) // grows if grows else LONGEST_RUN
-    if verdict.word not in (FITS, TIGHT) or more >= LONGEST_RUN:
-        return verdict
-    why = (
-        f"cannot say whether it fits: each step leaves {format_bytes(grows)} behind, and about {more:,} more fill the "
-        "GPU; free what they keep (everybyte.leaks says who holds it), or trace with as many --steps as there will be"
-    )
-    return replace(verdict, word=SAYS_NOT, why=why)
 
 
 def _stop(verdict: Verdict) -> Stop | None:
