@@ -114,9 +114,8 @@ class Book:
         shutil.rmtree(self.run, ignore_errors=True)
         (self.run / "notebooks").mkdir(parents=True)
         begun, runs = time.perf_counter(), []
-        threads = {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // jobs, 1))} if jobs > 1 else {}
         spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(jobs, mp_context=spawn, initializer=os.environ.update, initargs=(threads,)) as pool:
+        with ProcessPoolExecutor(jobs, mp_context=spawn, initializer=share_cores, initargs=(jobs,)) as pool:
             targets = [self.run / "notebooks" / notebook.name for notebook in self.executed()]
             done = pool.map(partial(execute, cwd=self.notebooks), self.executed(), targets)
             for (progress, notebook), run in zip(numbered(targets), done, strict=True):
@@ -217,6 +216,12 @@ if importlib.util.find_spec("everybyte") is None:
 def numbered(paths: Sequence[Path]) -> Iterable[tuple[str, Path]]:
     """Each path behind its place in the row: [2/5]."""
     return ((f"[{number}/{len(paths)}]", path) for number, path in enumerate(paths, 1))
+
+
+def share_cores(jobs: int) -> None:
+    """Let the kernels that this process starts take no more than their part of the machine's cores."""
+    if jobs > 1:
+        os.environ["OMP_NUM_THREADS"] = str(max((os.cpu_count() or 1) // jobs, 1))
 
 
 def execute(source: Path, target: Path, *, cwd: Path, parameters: Mapping[str, object] | None = None) -> Run:
