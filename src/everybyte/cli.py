@@ -18,7 +18,7 @@ from importlib import import_module, metadata
 from typing import Any, Final, NoReturn
 
 from .commands import BAD_INPUT, Stop
-from .commands.text import LONGEST_LINE
+from .lines import LONGEST_LINE
 from .names import printable
 
 COMMANDS: Final = {

@@ -9,6 +9,7 @@ from .names import printable
 from .units import format_bytes
 
 LONGEST_TABLE: Final = 12  # rows
+LONGEST_LINE: Final = 1_000  # characters of an error or a note
 
 
 def peaks(figures: Mapping[str, int]) -> Iterator[str]:

@@ -25,6 +25,7 @@ from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any, Final
 
+from .lines import LONGEST_LINE
 from .names import printable
 
 EVENTS: Final = 100_000
@@ -159,7 +160,7 @@ class Watch:
     def tell(self, ended_with: BaseException | None = None, **known: Any) -> None:
         """`finish`, and its lines on the error output."""
         for line in self.finish(ended_with, **known):
-            print(f"everybyte: {printable(line, 1_000)}", file=sys.stderr, flush=True)
+            print(f"everybyte: {printable(line, LONGEST_LINE)}", file=sys.stderr, flush=True)
 
     def _at_exit(self) -> None:
         self.tell(getattr(sys, "last_value", None))  # what the interpreter has just printed

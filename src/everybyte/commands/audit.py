@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .. import audit as ledgers
+from ..lines import LONGEST_LINE
 from ..names import printable
 from . import BAD_INPUT, NO, SCHEMA, Answer, Stop, on_stderr
-from .text import LONGEST_LINE
 
 
 def add(commands: Any) -> argparse.ArgumentParser:

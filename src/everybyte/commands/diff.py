@@ -11,11 +11,11 @@ from typing import Any
 import pyarrow as pa
 
 from ..compare import KEYS, Change, Comparison, allowance, compare
+from ..lines import LONGEST_TABLE
 from ..names import alike, printable
 from ..timeline import Timeline
 from ..units import format_bytes
 from . import BAD_INPUT, CANNOT_SAY, NO, SCHEMA, Answer, Stop
-from .text import LONGEST_TABLE
 
 
 def add(commands: Any) -> argparse.ArgumentParser:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from .. import record, recordings
+from ..lines import LONGEST_LINE
 from ..names import printable
 from . import BAD_INPUT, NO, SCHEMA, Answer, Stop
-from .text import LONGEST_LINE
 
 
 def add(commands: Any) -> argparse.ArgumentParser:
