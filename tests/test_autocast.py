@@ -45,7 +45,9 @@ def test_the_lists_hold_every_op_that_pytorch_s_own_autocast_knows(device, lists
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("aten::") and torch._C._dispatch_has_kernel_for_dispatch_key(name, f"Autocast{device}")
     }
-    assert set(lists) == known
+    of_named_tensors = {name for name in known if "imname" in name or "names" in name}  # until 2.11
+    of_other_builds = {"_cudnn_rnn"} if device == "CUDA" else set()
+    assert set(lists) == known - of_named_tensors | of_other_builds
 
 
 def square(dtype):
@@ -91,7 +93,7 @@ def test_a_traced_call_returns_the_dtype_of_a_real_one(name):
         (lambda x: F.log_softmax(x, -1), True),
         (lambda x: x.softmax(-1, dtype=torch.float64), None),
         (lambda x: F.layer_norm(x, (4,)), True),
-        (lambda x: F.rms_norm(x, (4,)), True),
+        (lambda x: F.rms_norm(x, (4,)), "rms_norm" in autocast.CUDA),  # from 2.12 on
         (lambda x: F.group_norm(x, 2), True),
         (lambda x: x.sum(), True),
         (lambda x: x.mean(), False),
@@ -149,7 +151,8 @@ def test_a_linear_layer_keeps_its_input_and_its_weight_in_half_precision(half):
 def test_a_layer_norm_of_halves_keeps_a_copy_in_single_precision(half):
     b, h = 8, 32
     assert kept(lambda: nn.LayerNorm(h)(parameter(b, h, dtype=half)), half) == [4 * b * h, 4 * b, 4 * b]
-    assert kept(lambda: nn.RMSNorm(h)(parameter(b, h, dtype=half)), half) == [4 * b * h, 4 * b]
+    if "rms_norm" in autocast.CUDA:  # from 2.12 on
+        assert kept(lambda: nn.RMSNorm(h)(parameter(b, h, dtype=half)), half) == [4 * b * h, 4 * b]
 
 
 @pytest.mark.parametrize("half, copied", [(FP16, False), (BF16, True)])

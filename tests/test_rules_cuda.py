@@ -266,6 +266,29 @@ def test_a_recurrent_layer_is_one_call_whose_reserve_is_an_estimate_with_its_ran
     assert "workspace of cuDNN's recurrent layers, and the state of their dropout" in run.left_out
 
 
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_autocast_runs_a_recurrent_layer_in_float16_on_a_flat_copy_of_its_weights(half):
+    s, b, width, h = 7, 3, 5, 16
+    with eb.trace(rules="cuda") as run:
+        model, x = nn.LSTM(width, h), torch.empty(s, b, width, requires_grad=True)
+        for _ in run.steps(1):
+            with torch.autocast("cuda", half):
+                output, _ = model(x)
+            assert output.dtype == torch.float16
+            output.float().sum().backward()
+        assert {x.grad.dtype, *(p.grad.dtype for p in model.parameters())} == {torch.float32}
+    frame = run.timeline.frame().query("step == 0 and action == 'alloc'")
+    weights = [p.numel() for p in model.parameters()]
+    forward = frame.query("phase == 'forward' and category != 'scratch' and op != 'zeros'")  # without the first state
+    assert forward["nbytes"].tolist()[:8] == [
+        *(2 * sum(weights), 2 * b * h, 2 * b * h, 2 * s * b * width),  # the copy, the states, the input
+        *(2 * s * b * h, 2 * b * h, 2 * b * h, 2 * 6 * s * b * h),  # the output, the states, the reserve
+    ]
+    gradients = frame.query("phase == 'backward' and category == 'gradient' and dtype == 'float32'")["nbytes"]
+    assert sorted(gradients) == sorted(4 * n for n in weights)
+    assert f"keeps about {2 * 6 * s * b * h:,} B" in run.remarks[0]
+
+
 def test_without_a_backward_pass_a_recurrent_layer_keeps_nothing():
     with eb.trace(rules="cuda") as run:
         nn.LSTM(4, 8).eval()(torch.empty(3, 2, 4))

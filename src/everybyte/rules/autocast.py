@@ -88,14 +88,40 @@ def banned(autocast: Autocast, op: Any, args: Any, kwargs: Any) -> Call:
     return op, args, kwargs
 
 
+def flattened(autocast: Autocast, op: Any, args: Any, kwargs: Any) -> Call:
+    """Recurrent layers by cuDNN run in half precision, whatever the region's dtype, on a flat copy of their weights.
+
+    `ATen/cudnn/AutocastRNN.cpp`. The copy is made at every call, and its history leads back to the weights.
+    """
+    input, weights, stride, buffer, hx, cx, *rest = args
+    if autocast.takes(weights[0]) and weights[0].dtype != torch.float16:
+        sizes = [weight.numel() for weight in weights]
+        buffer = weights[0].new_zeros(sum(sizes), dtype=torch.float16)
+        parts = [part.view_as(weight).detach() for part, weight in zip(buffer.split(sizes), weights, strict=True)]
+        weights = [part.copy_(weight) for part, weight in zip(parts, weights, strict=True)]
+    (input, hx, cx), _ = autocast.cast(torch.float16, (input, hx, cx), {})
+    return op, (input, weights, stride, buffer, hx, cx, *rest), kwargs
+
+
 # -- lists -------------------------------------------------------------------------------------------------------------
 
 
-def _table(lists: Mapping[Policy, str]) -> dict[str, Policy]:
-    return {name: policy for policy, names in lists.items() for name in names.split()}
+def _table(device: str, lists: Mapping[Policy, str]) -> dict[str, Policy]:
+    """Op -> policy, of those ops that this version's autocast knows: they come and go.
+
+    Builds without cuDNN do not know its recurrent layers. Ops of named tensors, which 2.12 gave up, are not traced.
+    """
+    named = {name: policy for policy, names in lists.items() for name in names.split()}
+    known = {name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if _has(name, device)}
+    return {name: policy for name, policy in named.items() if name in known | {"_cudnn_rnn"}}
+
+
+def _has(name: str, device: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, f"Autocast{device}")
 
 
 CUDA: Final = _table(
+    "CUDA",
     {
         lower_precision: """
             _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
@@ -113,7 +139,7 @@ CUDA: Final = _table(
             binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d
             _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d
             _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
-            upsample_bicubic2d _upsample_bicubic2d_aa
+            upsample_bicubic2d _upsample_bicubic2d_aa linalg_matrix_sqrth
         """,
         single_by_dtype: """
             prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
@@ -122,11 +148,13 @@ CUDA: Final = _table(
         single_by_overload: "norm.Scalar norm.ScalarOpt_dim",
         widest: "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add",
         banned: "binary_cross_entropy",
-    }
+        flattened: "_cudnn_rnn",
+    },
 )
 """Op -> policy on a GPU; an op that is not here runs in the dtypes that it is given."""
 
 CPU: Final = _table(
+    "CPU",
     {
         lower_precision: """
             conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding bmm mm linalg_vecdot baddbmm addmm
@@ -149,10 +177,10 @@ CPU: Final = _table(
             linalg_eigvalsh linalg_inv linalg_householder_product linalg_tensorinv linalg_tensorsolve
             fake_quantize_per_tensor_affine geqrf _lu_with_info qr svd triangular_solve fractional_max_pool2d
             fractional_max_pool3d adaptive_max_pool3d multilabel_margin_loss_forward linalg_qr linalg_cholesky_ex
-            linalg_svd linalg_eig linalg_eigh linalg_lstsq linalg_inv_ex
+            linalg_svd linalg_eig linalg_eigh linalg_lstsq linalg_inv_ex linalg_matrix_sqrth
         """,
         widest: "stack cat index_copy",
-    }
+    },
 )
 """Op -> policy on the host."""
 

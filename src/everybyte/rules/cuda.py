@@ -438,8 +438,9 @@ _SOLVED: Final = (
     *("_linalg_solve_ex", "_linalg_svd", "cholesky", "cholesky_inverse", "_cholesky_solve_helper", "geqrf", "ormqr"),
     "triangular_solve",
 )
+"""Those that a version of PyTorch does not have (`cholesky` is gone from 2.14 on) cannot be called under it."""
 NOT_COVERED: Final = {
-    **{getattr(aten, name).default: f"{name} by cuSOLVER, MAGMA or cuBLAS" for name in _SOLVED},
+    **{getattr(aten, name).default: f"{name} by cuSOLVER, MAGMA or cuBLAS" for name in _SOLVED if hasattr(aten, name)},
     **{getattr(aten, name).default: f"{name} by cuFFT" for name in ("_fft_c2c", "_fft_c2r", "_fft_r2c")},
     torch.lstm_cell: "the fused LSTM cell",
     torch.gru_cell: "the fused GRU cell",

@@ -123,7 +123,8 @@ def _by_cudnn(function: Function, mode: int) -> None:
 
     def remark(input: Any, *rest: Any) -> str | None:
         _, _, _, _, hx, _, _, hidden, _, _, _, _, train, *_ = _arguments(mode, input, *rest)
-        each = math.prod(input.shape[:-1]) * hx.shape[0] * hidden * input.element_size()
+        halved = torch.is_autocast_enabled("cuda") and input.dtype != torch.float64
+        each = math.prod(input.shape[:-1]) * hx.shape[0] * hidden * (2 if halved else input.element_size())
         least, likely, most = (format_bytes(n * each) for n in kept[1:])
         return f"cuDNN's {kept.name} keeps about {likely} for backward, between {least} and {most}" if train else None
 
