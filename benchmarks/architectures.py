@@ -142,7 +142,10 @@ class Size:
     fewer_heads: bool = False
 
 
-SIZES: Final = (Size(8, 2), Size(8, 4, True), Size(8, 4), Size(4, 4), Size(16, 4), Size(8, 12), Size(2, 4, True))
+SIZES: Final = (
+    *(Size(8, 2), Size(8, 4, True), Size(8, 4), Size(16, 2, True), Size(4, 4), Size(16, 4), Size(8, 12)),
+    *(Size(32, 2, True), Size(2, 4, True)),
+)
 """Tried in this order."""
 
 
@@ -170,7 +173,7 @@ _is_width = _named(
     r"n_embd", r"ffn", r"(ff|feedforward|feed_forward)(_size|_hidden_size)?$", r"_rank$", r"channels$", r"_filters$",
     r"projection", r"mrope_section", r"^query_pre_attn_scalar$", r"coordinate_size|shape_size", r"pos_feats",
     r"proj_size$", r"_width$", r"^axial_pos_embds", r"_units$", r"head_size$", r"bottleneck_size", r"_latents_dim",
-    r"^channels$", r"dff$", r"hidden_dimension$", r"stage_(in|mid|out)_channels$", r"base_attn_unit_dims",
+    r"^channels$", r"_groups$", r"dff$", r"hidden_dimension$", r"stage_(in|mid|out)_channels$", r"base_attn_unit_dims",
 )  # fmt: skip
 _draws_layers = _named(r"layer_?drop$")
 
