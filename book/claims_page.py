@@ -112,7 +112,7 @@ def _row(ledger: str, finding: Finding) -> str:
     basis = f" <small>{escape(finding.basis)}</small>" if finding.basis else ""
     recomputed = f"{escape(finding.text)}{basis}" if finding.values else "–"
     recomputed += "".join(f"<code>{escape(text)}</code>" for text in claim.value)
-    why = escape(claim.reason)
+    why = escape(finding.reason)
     if claim.source:
         why += f" <small>Source: {escape(claim.source)}</small>"
     if claim.proof:

@@ -125,6 +125,17 @@ def test_a_number_that_is_written_to_any_digits_holds(nbytes, unit, digits):
     assert not Stated(f"{text} {unit}").agrees(Fraction(nbytes) + 2 * size / 10**digits, size)
 
 
+def test_a_reasons_numbers_are_those_of_the_row(ledger):
+    row = {"stated": "84 MB", "value": "86016000", "inputs": "210 * 400 * KB", "verdict": "contradicts itself"}
+    path = ledger(
+        {**row, "reason": "{value / MB:.1f} MB, {value / inputs:.3f} times {n * 400:,} KB; {n}"},
+        head="given = { n = 210 }",
+    )
+    (finding,) = Ledger.read(path).audit()
+    assert finding.reason == "86.0 MB, 1.024 times 84,000 KB; 210"
+    assert finding.as_dict()["reason"] == finding.reason
+
+
 # -- what a ledger may not say -----------------------------------------------------------------------------------------
 
 
@@ -137,6 +148,10 @@ def test_a_number_that_is_written_to_any_digits_holds(nbytes, unit, digits):
         ({"reason": None}, "claim 1: reason is missing"),
         ({"reason": " "}, "claim 1: reason = ' ': write it as text"),
         ({"value": 4}, "claim 1: value = 4: write it as text"),
+        ({"reason": "{value:.1f"}, "claim 1: reason = '{value:.1f': braces hold an expression"),
+        ({"reason": "{value:q}"}, "claim 1: '{value:q}' in its reason: Unknown format code 'q'"),
+        ({"reason": "{inputs}"}, "claim 1: 'inputs': no name 'inputs'"),
+        ({"reason": "{1 < 2}"}, "claim 1: '{1 < 2}' in its reason is true or false, and no number"),
         ({"colour": "red"}, "claim 1: no such field: colour; there are id, place"),
         ({"value": "4 *"}, "claim 1: '4 \\*' is no expression"),
         ({"value": "2or 3"}, "claim 1: '2or 3' is no expression"),
@@ -268,6 +283,31 @@ def test_every_verdict_is_used_and_every_proof_is_a_section_of_a_chapter(finding
         for heading in re.findall(r"^## (.+)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     }
     assert {finding.claim.proof for finding in rows} - {""} <= headings
+
+
+UNIT = r"(?:[KMG]?i?B\b|%|×|K\b|million\b|times\b)"
+TYPED = re.compile(rf"(?<![\w^.,])(?:\d[\d,]*\.\d+|\d{{1,3}}(?:,\d{{3}})+|\d{{4,}}|\d+(?= ?{UNIT}))")
+LITERAL = re.compile(r"\d[\d,_]*(?:\.\d+)?")
+
+
+def numbers(text):
+    return {number.strip(",").replace(",", "").replace("_", "") for number in LITERAL.findall(text)}
+
+
+def test_no_reason_states_a_size_a_share_or_a_factor_that_is_typed(documents):
+    """A number with a unit, a fraction, or of four digits is computed, or stands in the row or in one it is against."""
+    wrong = {}
+    for ledger, _ in documents:
+        rows = {claim.id: claim for claim in ledger.claims}
+        for claim in ledger.claims:
+            known = {"1000", "1024"}
+            for row in (claim, *(rows[other] for other in claim.against)):
+                known |= numbers(" ".join([row.stated, row.claim, row.inputs, *row.value]))
+            typed = re.sub(r"\{[^{}]*\}", "", claim.reason)
+            for found in TYPED.finditer(typed):
+                if not numbers(found[0]) <= known:
+                    wrong[ledger.path.stem, claim.id] = found[0]
+    assert not wrong, "write {expression:format}, such as {value / MB:.1f}"
 
 
 def test_the_page_of_claims_is_what_the_ledgers_say(documents):

@@ -18,7 +18,9 @@ not say it all, a Python file beside it whose functions the rows may call:
     reason = "four bytes for each of b · 4h · 32 numbers"
 
 `value` is an expression over what is given, B KB MB GB (powers of 1000) and KiB MiB GiB (of 1024), and the functions;
-bytes for a number of bytes, True or False for a sentence. Arithmetic is exact. What else a row may have:
+bytes for a number of bytes, True or False for a sentence. Arithmetic is exact. A number in a reason need not be typed:
+"{value / inputs:.1f} times as much" has an expression in braces and, after a colon, how Python formats it; `value` and
+`inputs` are the row's own. What else a row may have:
 
     inputs    an expression in the document's own figures, from which it got its number
     against   ids of the rows that it disagrees with
@@ -72,6 +74,8 @@ TIMES: Final = {"B": 0, "KB": 1, "MB": 2, "GB": 3}
 FIXED: Final = {"KiB": units.KiB, "MiB": units.MiB, "GiB": units.GiB, "K": 1_000, "M": 1_000_000, "%": Fraction(1, 100)}
 _NUMBER: Final = r"\d[\d,]*(?:\.\d+)?(?:e\d+)?"
 _STATED: Final = re.compile(rf"([<>]?)\s*({_NUMBER})(?:\s*-\s*({_NUMBER}))?\s*(×|{'|'.join([*TIMES, *FIXED])})?")
+
+_PLACE: Final = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
 
 
 class LedgerError(ValueError):
@@ -199,12 +203,14 @@ class Finding:
         values: What it recomputes to; of readings, all.
         basis: What the stated unit has to mean for the verdict, such as "KB = 1024 B"; empty if it does not matter.
         verdict: By the rule.
+        reason: The row's, its numbers filled in.
     """
 
     claim: Claim
     values: tuple[Value, ...]
     basis: str
     verdict: str
+    reason: str
 
     @property
     def changed(self) -> bool:
@@ -220,6 +226,7 @@ class Finding:
         """For JSON: the row, its `values` as exact fractions, and both verdicts, by the rule and as `stored`."""
         values = [value if isinstance(value, bool) else str(value) for value in self.values]
         found = {"values": values, "text": self.text, "basis": self.basis, "verdict": self.verdict}
+        found["reason"] = self.reason
         row = {**asdict(self.claim), "recompute": list(self.claim.value), "against": list(self.claim.against)}
         del row["value"]
         return {**row, **found, "stored": self.claim.verdict, "changed": self.changed}
@@ -306,7 +313,10 @@ class Ledger:
             for other in claim.against:
                 if rows[other].stated == claim.stated and rows[other].claim == claim.claim:
                     raise LedgerError(f"{where}: claim {other} says the same: cite one that says something else")
-            yield Finding(claim, values, *self._judge(where, claim, stated, values, inputs))
+            own = {"value": values[0]} if len(values) == 1 else {}
+            own |= {} if inputs is None else {"inputs": inputs}
+            reason = _filled(where, claim.reason, {**self.names, **own})
+            yield Finding(claim, values, *self._judge(where, claim, stated, values, inputs), reason)
 
     def _judge(
         self, where: str, claim: Claim, stated: Stated, values: tuple[Value, ...], inputs: Value | None
@@ -380,6 +390,23 @@ def _functions(ledger: Path, path: Path) -> dict[str, Callable[..., Any]]:
     except (Exception, SystemExit) as error:
         raise LedgerError(f"{ledger}: {path.name} does not run: {type(error).__name__}: {error}") from None
     return {name: value for name, value in vars(module).items() if callable(value) and not name.startswith("_")}
+
+
+def _filled(where: str, reason: str, names: Mapping[str, Any]) -> str:
+    """A reason, each `{expression:format}` in it replaced by its value."""
+
+    def number(found: re.Match[str]) -> str:
+        value = evaluate(where, found[1], names)
+        if isinstance(value, bool):
+            raise LedgerError(f"{where}: {found[0]!r} in its reason is true or false, and no number")
+        try:
+            return format(int(value) if value.denominator == 1 else float(value), found[2] or "")
+        except ValueError as error:
+            raise LedgerError(f"{where}: {found[0]!r} in its reason: {error}") from None
+
+    if "{" in (rest := _PLACE.sub("", reason)) or "}" in rest:
+        raise LedgerError(f"{where}: reason = {reason!r}: braces hold an expression and, after a colon, its format")
+    return _PLACE.sub(number, reason)
 
 
 # -- expressions -------------------------------------------------------------------------------------------------------

@@ -155,10 +155,12 @@ def gradients(way: Way, config: TFTConfig, batch: Batch) -> dict[str, Tensor]:
 
 
 def by_kind(kept: Saved) -> pd.Series:
-    """Bytes kept by element type, the half-precision copies of weights apart."""
+    """Bytes kept by element type, the half-precision copies of weights apart, and what LayerNorms keep."""
     rows = kept.frame()
     copies = rows["why"].str.startswith("weight of a product") & (rows["dtype"] == "float16")
-    return rows.groupby(rows["dtype"].mask(copies, "float16, copies of weights"))["nbytes"].sum()
+    kinds = rows["dtype"].mask(copies, "float16, copies of weights")
+    kinds = kinds.mask(rows["op"] == "native_layer_norm", rows["dtype"] + ", of LayerNorms")
+    return rows.groupby(kinds)["nbytes"].sum()
 
 
 def become_zero(gradients: Iterable[Tensor], factor: float = 2.0**16) -> dict[str, float]:
@@ -170,7 +172,7 @@ def become_zero(gradients: Iterable[Tensor], factor: float = 2.0**16) -> dict[st
 
 
 def attention_alone(run: Run, config: TFTConfig, batch: int) -> pd.DataFrame:
-    """Attention by itself: whole, in four parts, in parts that are computed again, and fused.
+    """Attention by itself: whole, in four parts, either of these computed again, and fused.
 
     Returns:
         A frame with a row a way: `kept` for backward, and above what was there the `training peak` of a forward and a
@@ -182,6 +184,7 @@ def attention_alone(run: Run, config: TFTConfig, batch: int) -> pd.DataFrame:
         ways = {
             "whole": whole,
             "in parts": partial(tft_fixes.attend_in_parts, whole),
+            "recomputed": again,
             "in parts, recomputed": partial(tft_fixes.attend_in_parts, again),
             "fused": fused,
         }

@@ -153,6 +153,11 @@ def layers_at_once() -> Fraction:
 # The ends of the network.
 
 
+def ends() -> int:
+    """Bytes that the ends of the network keep beside the layers."""
+    return integer(transformer.ends(), SIZE)
+
+
 def tensor_of_logits() -> int:
     """Bytes of log-softmax, which has the logits' shape."""
     return integer(transformer.ends()["log-softmax"], SIZE)
@@ -353,9 +358,9 @@ def smallest_card_over_reserved(lengths: str) -> Fraction:
     return Fraction(eb.Allocator().smallest_card(timeline), eb.Allocator().replay(timeline).peak_reserved)
 
 
-def needs_workspace() -> bool:
-    """Whether a product takes memory for itself beside its operands and its result."""
-    return cublas_bytes(eb.gpus.find("a100-80gb"), config="") > 0
+def workspace() -> int:
+    """Bytes that a thread's products take on an A100 beside their operands and results."""
+    return cublas_bytes(eb.gpus.find("a100-80gb"), config="")
 
 
 # Pitfalls.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import everybyte as eb
 from everybyte import gpus
 from everybyte.cards import live
-from everybyte.formulas import tft
+from everybyte.formulas import tft, tft_checkpoints
 from everybyte.formulas.terms import integer
 from everybyte.models.tft import TFTConfig
 
@@ -61,6 +61,11 @@ def kept(*components: str, batch: int = 8) -> int:
     return _bytes(found, batch)
 
 
+def kept_if(way: str) -> int:
+    """The same if stacks and recurrence are "detached", or have checkpoints, as attention has, at the "five places"."""
+    return _bytes(tft_checkpoints.kept(CONFIG)[way])
+
+
 def outputs(batch: int = 8, grouped: bool = False) -> int:
     """Bytes of the 210 networks' outputs side by side; with one batched product for all networks."""
     config = replace(CONFIG, selection_compute="grouped" if grouped else "loop")
@@ -78,6 +83,12 @@ def gradients_of_activations() -> int:
 def peak(batch: int = 8) -> int:
     """Bytes at the peak of a training step on a GPU, parameters and buffers included."""
     return max(_at("backward", batch), _at("optimizer", batch))
+
+
+def peak_on_cpu(batch: int = 8) -> int:
+    """The same by a CPU's rules, by which the step counters and wider masks count as well."""
+    lasting = {name: tft.model_state(CONFIG)[name] for name in ("parameters", "positional table", "quantiles")}
+    return max(_bytes(moment | lasting, batch) for moment in tft.peak(CONFIG).values())
 
 
 def mended(batch: int) -> int:
@@ -190,8 +201,8 @@ def integers_learn() -> bool:
 
 
 def runs_flash_attention_3() -> bool:
-    """Whether an RTX A4000 has what it is written for, Hopper's capability 9.0."""
-    return gpus.find("a4000").capability >= (9, 0)
+    """Whether an RTX A4000 has the capability that its `mha_fwd` asks for (hopper/flash_api.cpp), 8.0 or more."""
+    return gpus.find("a4000").capability >= (8, 0)
 
 
 def shapes_of_the_listing() -> bool:

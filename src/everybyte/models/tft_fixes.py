@@ -74,7 +74,8 @@ def streamed(model, adam, batch, loss, keep=0):
 def in_parts(model, adam, batch, loss, count=4):
     """Recommendation 4: attention for a part of the batch at a time."""
     layer = model.attention
-    with patch.object(layer, "forward", partial(attend_in_parts, layer.forward, count=count)):
+    run = partial(attend_in_parts, layer.forward, count=count)
+    with patch.object(layer, "forward", run):
         step(model, adam, batch, loss)
 
 
