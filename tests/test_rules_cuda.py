@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import everybyte as eb
 from everybyte import gpus
-from everybyte.rules import RULES
+from everybyte.rules import RULES, cuda_attention
 from everybyte.rules.cuda_sort import radix_sort_pairs
 
 BF16 = torch.bfloat16
@@ -371,18 +371,25 @@ def backends(call):
         (lambda: F.scaled_dot_product_attention(*qkv(2, 4, 8, 260)), None),  # no multiple of 8
         (lambda: F.scaled_dot_product_attention(*qkv(2, 4, 8, 16, dtype=torch.float64)), None),
         (lambda: F.scaled_dot_product_attention(*qkv(2, 4, 8, 6, dtype=torch.float32)), None),
-        (
-            lambda: F.scaled_dot_product_attention(
-                *qkv(2, 4, 8, 16, kv_heads=2), torch.ones(8, 8, dtype=torch.bool), enable_gqa=True
-            ),
-            None,
-        ),
     ],
 )
 def test_attention_takes_the_kernel_that_a_gpu_takes(call, op):
     ran, run = backends(call)
     assert ran == ({f"_scaled_dot_product_{op}_attention"} if op else {"_safe_softmax"})
     assert bool(run.remarks) == (op is None)
+
+
+@pytest.mark.parametrize("from_2_14", [False, True])
+def test_which_kernels_share_heads_depends_on_the_version(from_2_14, monkeypatch):
+    monkeypatch.setattr(cuda_attention, "_SHARED", from_2_14)
+    mask = {"attn_mask": torch.ones(8, 8, dtype=torch.bool, device="meta")}
+    for heads, options, op in [
+        (2, {"enable_gqa": True} | mask, "efficient"),
+        (1, mask, "efficient"),
+        (1, {}, "flash"),
+    ]:
+        ran, _ = backends(lambda h=heads, o=options: F.scaled_dot_product_attention(*qkv(2, 4, 8, 16, kv_heads=h), **o))
+        assert ran == ({f"_scaled_dot_product_{op}_attention"} if from_2_14 else {"_safe_softmax"})
 
 
 @pytest.mark.parametrize("rules", ["cpu", "cuda"])
@@ -485,6 +492,19 @@ def test_flash_attention_s_backward_of_grouped_heads_has_gradients_for_every_hea
         F.scaled_dot_product_attention(q, k, v, enable_gqa=True).sum().backward()
     expanded = 2 * [2 * b * a * s * d]  # of key and value, in bf16, before they are summed over each group
     assert scratch_of(run, "_scaled_dot_product_flash_attention_backward")[-2:] == expanded
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 14), reason="the memory-efficient kernel takes groups from 2.14 on")
+def test_the_memory_efficient_backward_of_grouped_heads_has_gradients_for_every_head_first():
+    b, a, s, d = 2, 4, 130, 40
+    with eb.trace(rules="cuda") as run:
+        q, k, v = qkv(b, a, s, d, kv_heads=2)
+        mask = torch.ones(s, s, dtype=torch.bool)
+        F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).sum().backward()
+        assert k.grad.shape == v.grad.shape == (b, 2, s, d)
+    copy = [2 * b * a * s * d]  # of the gradient, which is a number expanded
+    expanded = 2 * [2 * b * a * s * d]  # of key and value, in bf16, before they are summed over each group
+    assert scratch_of(run, "_scaled_dot_product_efficient_attention_backward") == [*copy, *expanded, 4 * b * a * s]
 
 
 def test_the_memory_efficient_kernel_sums_wide_heads_of_halves_outside_of_registers():

@@ -34,6 +34,11 @@ LEFT_OUT: Final[dict[Any, str]] = {}
 
 _HALVES: Final = (torch.float16, torch.bfloat16)
 _BY_DEFAULT: Final = tuple(torch._C._get_sdp_priority_order())
+_SHARED: Final = torch.__version__ >= (2, 14)
+"""Whether a single head of keys and values serves all of the query's, and the memory-efficient kernel takes groups.
+
+pytorch/pytorch#191085; the 2.14.1 package holds it, those of 2.11 and 2.13 do not.
+"""
 
 
 # -- the choice --------------------------------------------------------------------------------------------------------
@@ -96,11 +101,10 @@ def _refuses_any(call: _Call) -> str | None:
 
 
 def _refuses_heads(call: _Call, *, grouped: bool) -> str | None:
-    """Heads must be as many, or divide where grouping is asked for (`check_batch_size_and_num_heads_dense`).
-
-    Up to 2.13 the memory-efficient kernel takes no grouped heads; PyTorch's main branch after it does.
-    """
+    """Heads must be as many, or divide where grouping is asked for (`check_batch_size_and_num_heads_dense`)."""
     q, k, v = (t.shape[1] for t in call.operands)
+    if _SHARED and k == v == 1 <= q:
+        return None
     if grouped and call.grouped:
         return None if k == v and q % k == 0 else "key and value need as many heads, a divisor of the query's"
     if not q == k == v:
@@ -149,7 +153,7 @@ def _efficient(call: _Call) -> str | None:
         return f"it takes fp16, bf16 and fp32, not {q.dtype}"
     if q.shape[-1] != k.shape[-1] or any(not d or d % alignment for d in (q.shape[-1], v.shape[-1])):
         return f"head dimensions need to be multiples of {alignment}"
-    return _refuses_any(call) or _refuses_heads(call, grouped=False) or _refuses_strides(call, single=False)
+    return _refuses_any(call) or _refuses_heads(call, grouped=_SHARED) or _refuses_strides(call, single=False)
 
 
 def _cudnn(call: _Call) -> str | None:
@@ -434,12 +438,15 @@ def efficient_attention_backward_scratch(
     """Row sums [b, a, s] in fp32, by way of a product in fp32 where the kernel does not make them itself.
 
     `ATen/native/transformers/cuda/attention_backward.cu`, `_efficient_attention_backward`, and `kernel_backward.h`,
-    `kKernelComputesDelta`: it does for halves, on compute capability 7.0 up to a head dimension of 128.
+    `kKernelComputesDelta`: it does for halves, on compute capability 7.0 up to a head dimension of 128. Where heads are
+    shared, the gradients of key and value first have as many as the query's; then each group's are summed.
     """
     b, a, s, d = query.shape
     sums = 4 * b * a * s
     computes = query.dtype in _HALVES and (gpus.followed().capability != (7, 0) or max(d, value.shape[-1]) <= 128)
     copies = [] if gradient.transpose(1, 2).is_contiguous() else [gradient.numel() * gradient.element_size()]
+    if key.shape[1] != a:
+        copies += [t.numel() // t.shape[1] * a * t.element_size() for t in (key, value)]
     if computes:
         return [*copies, sums]
     upcast = [4 * gradient.numel(), 4 * out.numel()] if query.dtype in _HALVES else []

@@ -61,7 +61,7 @@ def unshared() -> tuple[int, int]:
         x = torch.empty(1, device="meta", requires_grad=True)
         (x.sin() + x.cos()).backward(torch.empty(1, device="meta"))
     if probe.seen is None:
-        raise RuntimeError("this PyTorch sums gradients in a way that is not known here; tested are 2.11 to 2.13")
+        raise RuntimeError("this PyTorch sums gradients in a way that is not known here; tested are 2.11 to 2.14")
     return probe.seen
 
 
