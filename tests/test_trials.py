@@ -2,10 +2,10 @@
 
 import json
 from concurrent.futures import BrokenExecutor
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
+from in_order import InOrder
 
 import everybyte as eb
 from everybyte import changes, trials
@@ -214,21 +214,3 @@ def test_why_one_more_does_not_run_is_said(tmp_path, capsys, in_order):
     assert main(["trace", "--gpu", "a4000", str(path), "--batch-size", "8"]) == 0
     assert "that fits: 9 (now 8; 10 cannot be traced: " in (said := capsys.readouterr().out)
     assert "too many" in said
-
-
-class InOrder(nullcontext):
-    """One after another, in this process."""
-
-    def __init__(self, *_):
-        super().__init__(self)
-
-    def submit(self, function, *args):
-        return Done(function(*args))
-
-    def map(self, function, values):
-        return map(function, values)
-
-
-class Done:
-    def __init__(self, value):
-        self.result = lambda: value

@@ -6,25 +6,31 @@ beside the smallest and beside the largest CUDA context. Only where both agree i
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import BrokenExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Final, Self
 
-from . import answers, schema, workspace
+from . import answers, otherwise, schema, workspace
 from .caching import MIN_BLOCK
 from .changes import Loaders
 from .gpus import GPU
 from .lines import LONGEST_LINE, LONGEST_TABLE, peaks, table
 from .names import alike, printable
+from .otherwise import Found, Seen, compared
 from .script import Failed, Program, Ran
 from .timeline import Timeline
 from .trials import Advice, Trial, Trials
 from .units import format_bytes
-from .verdict import Verdict, doubts, judge, steps_until
+from .verdict import Verdict, judge, steps_until
+from .worlds import ZEROS, same_draws
 
 _UNASKED: Final = Advice({}, ())
+
+PATIENCE: Final = 60
+"""So many seconds, beside ten times what the first trace took, are given to each other one."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,7 @@ class Forecast:
         whole: What the allocator gets to see: the run's timeline with workspaces.
         verdict: Whether it fits.
         plain: The same as trials are compared with.
+        worlds: Whether what it allocates hangs on values that no trace knows.
         advice: What would help; empty until `advised`.
         remarks: What is worth knowing beside what the trace remarks.
     """
@@ -50,6 +57,7 @@ class Forecast:
     whole: Timeline
     verdict: Verdict
     plain: Trial
+    worlds: Found
     advice: Advice = _UNASKED
     remarks: tuple[str, ...] = ()
 
@@ -60,14 +68,22 @@ class Forecast:
         Raises:
             Failed: If the program, or the tracing of it, did not come to its end, or it put nothing on the GPU.
         """
-        loaders = Loaders()
-        ran = program.trace(gpu, changes=[loaders.watched()])
+        loaders, began = Loaders(), time.monotonic()
+        with same_draws():
+            ran = program.trace(gpu, changes=[loaders.watched()])
         if not len(ran.run.timeline):
             raise Failed(f"{program.target} put nothing on the GPU: does it ask for device='cpu'?", cannot_say=False)
         whole = ran.run.timeline.with_workspaces()
-        verdict = judge(whole, gpu, doubts(ran.run.not_covered, ran.run.conditional), goes_on=ran.goes_on)
+        verdict = judge(whole, gpu, goes_on=ran.goes_on)
+        base = Seen.of(ZEROS.name, ran.run, verdict, ran.ended)
+        if ran.run.answers.asked:
+            found = _elsewhere(program, gpu, base, PATIENCE + 10 * (time.monotonic() - began))
+        else:
+            found = compared(base, ())
+        if found.doubts:
+            verdict = judge(whole, gpu, found.doubts, goes_on=ran.goes_on)
         plain = Trial.of(verdict, loaders, ran.run.timeline.info["steps"])
-        return cls(program, gpu, assumed, ran, whole, verdict, plain, remarks=ran.remarks)
+        return cls(program, gpu, assumed, ran, whole, verdict, plain, found, remarks=(*ran.remarks, *found.remarks))
 
     @property
     def timeline(self) -> Timeline:
@@ -82,9 +98,8 @@ class Forecast:
     @property
     def is_sure(self) -> bool:
         """Whether the trace is what a real run does, so that trials can be compared with it."""
-        run = self.ran.run
         leaks = self.ran.goes_on and steps_until(self.verdict.left[0], self.whole) is not None
-        return not (doubts(run.not_covered, run.conditional) or leaks)
+        return not (self.worlds.doubts or leaks)
 
     def advised(self) -> Self:
         """The same with the largest sizes that fit, and what each lever saves: each a trace of its own."""
@@ -155,8 +170,17 @@ class Forecast:
             "saved_for_backward": answers.saved_for_backward(timeline),
             "growth_per_step": answers.growth_per_step(timeline),
             "workspaces": [asdict(taken) for taken in run.workspaces],
+            "worlds": [
+                {
+                    "answers": seen.world,
+                    "peak_allocated": seen.peak_allocated,
+                    "ended": seen.ended or None,
+                    "parts_at": self.worlds.parts[seen.world][1] if seen.world in self.worlds.parts else None,
+                }
+                for seen in self.worlds.others
+            ],
             "not_covered": sorted(run.not_covered),
-            "conditional": list(run.conditional),
+            "conditional": list(self.worlds.conditional),
             "left_out": sorted(run.left_out),
             "remarks": [*self.remarks, *run.remarks],
         }
@@ -185,6 +209,7 @@ class Forecast:
             ("Beside the tensors, counted in allocated and reserved", [str(w) for w in self.ran.run.workspaces]),
             ("Not covered by any rule", answer["not_covered"]),
             ("Decided by values that no trace knows", answer["conditional"]),
+            ("Traced with other values", otherwise.notes(answer["worlds"])),
             ("Left out", answer["left_out"]),
             ("Worth knowing", [*answer["remarks"], workspace.beside(gpu)]),
         ):
@@ -192,6 +217,17 @@ class Forecast:
                 yield ""
                 yield f"{title}:"
                 yield from (f"  {printable(note, LONGEST_LINE)}" for note in notes)
+
+
+def _elsewhere(program: Program, gpu: GPU, base: Seen, seconds: float) -> Found:
+    """What the program does where it is answered otherwise."""
+    try:
+        with Trials(program, gpu) as trials:
+            return trials.worlds(base, seconds)
+    except (BrokenExecutor, EOFError):
+        found = compared(base, ())
+        killed = "whether values that no trace knows decide what is allocated is not known: a process was killed"
+        return replace(found, doubts=[*found.doubts, killed])
 
 
 def _first(answer: Mapping[str, Any]) -> Iterator[str]:

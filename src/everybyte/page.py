@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from typing import Any, Final
 
-from . import figures, svg
+from . import figures, otherwise, svg
 from .allocator import Fragmentation, OutOfMemory
 from .figures import amount, shortened
 from .markup import Markup, join, tag
@@ -138,6 +138,7 @@ def _of_trace(answer: Mapping[str, Any], timeline: Timeline) -> Iterator[Markup]
         {
             "Not covered by any rule": answer["not_covered"],
             "Decided by values that no trace knows": answer["conditional"],
+            "Traced with other values": otherwise.notes(answer.get("worlds", ())),
             "Left out": answer["left_out"],
             "Workspaces, counted in allocated and reserved": [
                 f"{format_bytes(w['nbytes'])}: {w['library']}, {w['thread']}, since {w['op']} at {w['line']}"

@@ -57,11 +57,13 @@ class Failed(Exception):
 
     Attributes:
         cannot_say: Whether that is because of what a trace does not know or no rule covers; else the program is wrong.
+        run: The trace or the measurement, up to there; None if there was none.
     """
 
-    def __init__(self, message: str, cannot_say: bool) -> None:
+    def __init__(self, message: str, cannot_say: bool, run: Any = None) -> None:
         super().__init__(message)
         self.cannot_say = cannot_say
+        self.run = run
 
 
 @dataclass(frozen=True)
@@ -422,6 +424,12 @@ def _failed(error: BaseException, run: Run, is_script: bool) -> Failed:
         message = f"{type(error).__name__}: {message}"
     if line and not re.match(r"\S+:\d+: ", message):
         message = f"{line}: {message}"
-    cannot_say = isinstance(error, DataDependentShape) or (ours and isinstance(error, NotImplementedError))
     elsewhere = bool(getattr(run, "conditional", ()))  # who knows whether a real run comes there
-    return Failed(message, cannot_say or elsewhere)
+    return Failed(message, is_untraceable(error) or elsewhere, run)
+
+
+def is_untraceable(error: BaseException | None) -> bool:
+    """Whether an error is that a trace does not know, or no rule covers, what a program does there."""
+    return isinstance(error, DataDependentShape) or (
+        isinstance(error, NotImplementedError) and attribution.is_ours(error)
+    )

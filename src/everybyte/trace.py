@@ -39,6 +39,7 @@ from .surface import Surface, made_for_the_host, shown_to
 from .timeline import Timeline
 from .torch_cuda import believable, refusing
 from .values import UNKNOWN, DataDependentShape, KnownValues, UnknownRead
+from .worlds import Answers
 
 aten: Final = torch.ops.aten
 _INDEX: Final = aten.index.Tensor
@@ -117,8 +118,10 @@ class Trace(Run):
         attribution: Whose memory it is.
         unknown_reads: Every place where the code asked for a value that nobody knows: it got the type's zero, or where
             it asks whether numbers are finite, that they are.
-        conditional: Lines at which such a value decided a branch, or at which the GPU was full and the code catches
-            that: a real run may go the other way.
+        answers: What it is answered where nobody knows.
+        decisions: Lines at which such a value decided a branch, or at which the GPU was full and the code catches
+            that: a real run may go the other way. With each what was decided there, as far as that is known. A value
+            that C code has made a plain number (`math.exp(loss.item())`) decides unseen (`everybyte.worlds`).
         not_covered: Backward nodes and modes that the run used and that allocate otherwise in a real run.
         stream: Number of the stream that is current; 0 is the default stream.
         left_out: Memory that kernels of the run take beside what is traced, workspaces for example, and that no rule
@@ -139,7 +142,8 @@ class Trace(Run):
         self._device = str(rules.device)
         self.attribution = Attribution(self._on_module, self._on_optimizer, self._label_module)
         self.unknown_reads: list[UnknownRead] = []
-        self.conditional: list[str] = []
+        self.decisions: dict[str, set[Any]] = {}
+        self.answers = Answers()
         self.not_covered: set[str] = set()
         self.left_out: set[str] = set()
         self.remarks: list[str] = []
@@ -355,25 +359,26 @@ class Trace(Run):
         return storage
 
     def read_out(self, function: Any, tensor: torch.Tensor) -> Any:
-        """`item`, `tolist`, `numpy`: real values where they are known, else zeros that tell if they decide anything."""
+        """`item`, `tolist`, `numpy`: what is known, else an answer that tells if it decides anything."""
         real = self._known.twin(tensor)
         with torch._C._DisableTorchDispatch():
             if real is not None:
                 return function(real.detach())
-            zeros = function(_zeros(tensor))
-        if function is torch.Tensor.item and (passing := self._passes_check("item")) is not None:
-            return type(zeros)(passing)
+            if function is torch.Tensor.item and (passing := self._passes_check("item")) is not None:
+                return type(_zeros(tensor).item())(passing)
+            answer = function(self.answers.fill(_zeros(tensor)))
         line = self._unknown_read(function.__name__, tensor)
         looked_at = values.decides_branch if function is torch.Tensor.numpy else values.counts_loop
         if (function is torch.Tensor.numpy or not tensor.is_floating_point()) and looked_at(*user_frame()):
             self._decided(line)  # an array does not tell what is done with it, nor does a number as a loop's count
-        return tree_map_only((int, float), lambda zero: values.unknown(zero, lambda: self._decided(line)), zeros)
+        decided = partial(self._decided, line)
+        return tree_map_only((int, float), lambda number: values.unknown(number, decided), answer)
 
     def unknown_number(self, op: str) -> float:
-        """A number that no trace knows, a time for example: zero, which tells if it decides anything."""
+        """A number that no trace knows, a time for example, which tells if it decides anything."""
         line = user_line()
         self.unknown_reads.append(UnknownRead(line, op))
-        return values.unknown(0.0, lambda: self._decided(line))
+        return values.unknown(self.answers.number(), partial(self._decided, line))
 
     def _memory_stats(self) -> MemoryStats:
         return MemoryStats(self._storages.recorder, lambda: self.workspaces, self.gpu)
@@ -480,9 +485,7 @@ class Trace(Run):
             if op.func is ITEM:
                 return self._read(tensors[0])
             if op.func is COPY and not self._rules.on_host and not self.counts(args[0]):
-                if not args[0].is_meta:
-                    self._unknown_read("copy_", args[1])  # the host's own memory, filled with what nobody knows
-                return args[0]
+                return self._fill(op, args[0])
             if op.func is PACK:
                 args, key = (args[0], self._lengths(args[1]), *args[2:]), None
         if 0 < of_host < len(tensors) and op.func is not PACK:
@@ -501,8 +504,7 @@ class Trace(Run):
             return self.outlines.add(made, device) if is_large(made) else op.func(*args, **{**kwargs, "device": device})
         written = [args[i] if i < len(args) else kwargs.get(name) for i, name in op.written] if op.mutates else ()
         for tensor in tensors_in(written, {}):
-            if not tensor.is_meta:  # real memory, filled with what nobody knows
-                self._unknown_read(op.name, tensor)
+            self._fill(op, tensor)
         stand_ins = {id(tensor): tensor if tensor.is_meta else self._likeness(tensor) for tensor in tensors}
         given = {id(stand_ins[id(tensor)]): tensor for tensor in tensors}
         args, kwargs = tree_map_only(torch.Tensor, lambda tensor: stand_ins[id(tensor)], (args, kwargs))
@@ -774,20 +776,30 @@ class Trace(Run):
                 self._known.remember(t, r)
 
     def _read(self, tensor: torch.Tensor) -> Any:
-        """The value of a one-element tensor; the type's zero, recorded, if it is unknown."""
+        """The value of a one-element tensor; an answer, recorded, if it is unknown."""
         real = self._known.twin(tensor)
         with torch._C._DisableTorchDispatch():
             if real is not None:
                 return real.item()
-            zero = torch.zeros((), dtype=tensor.dtype, device="cpu").item()
-        if (passing := self._passes_check("item")) is not None:
-            return type(zero)(passing)
-        if tensor.dtype == torch.bool and (frame := asking_frame()).f_code is _REJECTS:
-            return self._rejects(frame)
+            if (passing := self._passes_check("item")) is not None:
+                return type(_zeros(tensor).item())(passing)
+            if tensor.dtype == torch.bool and (frame := asking_frame()).f_code is _REJECTS:
+                return self._rejects(frame)
+            answer = self.answers.fill(_zeros(tensor)).item()
         self.unknown_reads.append(UnknownRead(user_line(), "item"))
-        if tensor.dtype == torch.bool or values.decides_branch(*user_frame()):
+        if tensor.dtype == torch.bool:
+            self._decided(user_line(), answer)
+        elif values.decides_branch(*user_frame()):
             self._decided(user_line())
-        return zero
+        return answer
+
+    def _fill(self, op: Op, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor in host memory into which an op writes what nobody knows; if it is real, it holds an answer."""
+        if not tensor.is_meta:
+            self._unknown_read(op.name, tensor)
+            with torch._C._DisableTorchDispatch():
+                self.answers.fill(tensor.detach().zero_())
+        return tensor
 
     def _rejects(self, frame: Any) -> bool:
         """Whether numbers are to be expected out of bounds again; twice is what the most memory takes."""
@@ -809,9 +821,13 @@ class Trace(Run):
             self.unknown_reads.append(UnknownRead(user_line(), op))
         return passing
 
-    def _decided(self, line: str) -> None:
-        if line not in self.conditional:
-            self.conditional.append(line)
+    @property
+    def conditional(self) -> list[str]:
+        """The lines of `decisions`."""
+        return list(self.decisions)
+
+    def _decided(self, line: str, outcome: Any = None) -> None:
+        self.decisions.setdefault(line, set()).add(outcome)
 
     def _by_value(self, op: Op, args: Any, real: Any) -> Any:
         """What an op returns whose result depends on values, where they are known.
@@ -827,8 +843,9 @@ class Trace(Run):
             if (passing := self._passes_check(op.name)) is not None:
                 return passing
             self.unknown_reads.append(UnknownRead(user_line(), op.name))
-            self._decided(user_line())
-            return False
+            answer = bool(self.answers.number())
+            self._decided(user_line(), answer)
+            return answer
         raise DataDependentShape(
             f"{user_line()}: the result of {op.name} depends on values, which a trace does not have; "
             "index with a small constant tensor, or use a form of fixed size (torch.where, a mask multiplied in)"

@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from . import changes, sizes
 from .changes import Change
 from .gpus import GPU
 from .largest import Largest, largest
 from .levers import LEVERS, Lever
-from .script import Failed, Program
+from .otherwise import Found, Seen, compared
+from .script import Failed, Program, is_untraceable
+from .trace import active
 from .verdict import CANNOT_SAY, FITS, TIGHT, Verdict, doubts, judge
+from .worlds import GENTLER, OTHERS, WORLDS, ZEROS, Answers, same_draws
 
 MOST: Final = 2**16
 """The largest size that is looked for."""
@@ -70,12 +75,59 @@ def tried(program: Program, gpu: GPU, edits: Sequence[Change] = ()) -> Trial:
     """Traces a program in this process, which is then of no other use."""
     loaders = changes.Loaders()
     try:
-        ran = program.trace(gpu, changes=[loaders.watched(), *(edit() for edit in edits)])
+        with same_draws():
+            ran = program.trace(gpu, changes=[loaders.watched(), *(edit() for edit in edits)])
         run, unsure = ran.run, doubts(ran.run.not_covered, ran.run.conditional)
         verdict = judge(run.timeline.with_workspaces(), gpu, unsure, goes_on=ran.goes_on)
     except Failed as error:  # another size may not suit it
         return Trial(CANNOT_SAY, 0, str(error))
     return Trial.of(verdict, loaders, run.timeline.info["steps"])
+
+
+class TooLong(BaseException):
+    """A run takes longer than it may."""
+
+
+def seen_in(world: str, program: Program, gpu: GPU, seconds: float) -> Seen:
+    """Traces a program in a world (`everybyte.worlds`), in this process, which is then of no other use."""
+    ended = why = ""
+    try:
+        with same_draws(), _at_most(seconds):
+            ran = program.trace(gpu, changes=[_answering(world)])
+        run, ended = ran.run, ran.ended
+    except Failed as error:
+        run = error.run
+        if isinstance(error.__cause__, TooLong):
+            why = f"it does not end within {seconds:.0f} seconds"
+        elif is_untraceable(error.__cause__):
+            why = f"it comes to what cannot be traced: {error}"
+    verdict = judge(run.timeline.with_workspaces(), gpu, goes_on=not ended.endswith("end"))
+    return Seen.of(world, run, verdict, ended, why)
+
+
+@contextmanager
+def _answering(world: str) -> Iterator[None]:
+    active().answers = Answers(WORLDS[world])
+    yield
+
+
+@contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Raises `TooLong` in the block after so many seconds; once more each second, as what runs then may catch it."""
+
+    def over(*_: Any) -> None:
+        raise TooLong
+
+    if not hasattr(signal, "setitimer"):
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @dataclass(frozen=True)
@@ -121,6 +173,21 @@ class Trials:
     def trial(self, program: Program, edits: Sequence[Change] = ()) -> Trial:
         """One trial, in a process of its own."""
         return self._pool.submit(tried, program, self._gpu, edits).result()
+
+    def worlds(self, base: Seen, seconds: float) -> Found:
+        """Whether what the program allocates hangs on values that no trace knows, each run in a process of its own.
+
+        Args:
+            seconds: How long one may take.
+        """
+
+        def begun(worlds: Iterable[str]) -> list[Future[Seen]]:
+            return [self._pool.submit(seen_in, world, self._program, self._gpu, seconds) for world in worlds]
+
+        others = [run.result() for run in begun(OTHERS)]
+        gentler = [GENTLER[seen.world] for seen in others if seen.world in GENTLER and not seen.ended]
+        others += [run.result() for run in begun(gentler)]
+        return compared(base, others, lambda: begun([ZEROS.name])[0].result())
 
     def advice(self, plain: Trial) -> Advice:
         """The largest sizes that fit, and what each lever saves, beside the program as it is."""

@@ -52,13 +52,16 @@ class UnknownRead:
     op: str
 
 
-def unknown(number: float, decided: Callable[[], None]) -> float:
+def unknown(number: float, decided: Callable[[Any], None]) -> float:
     """A stand-in for a number that nobody knows: it counts as `number`, and tells when it decides something.
 
+    What a function written in C makes of one is a plain number, of which nobody is told; `everybyte.worlds` finds what
+    such numbers decide.
+
     Args:
-        number: The type's zero.
+        number: What it counts as, the type's zero for one.
         decided: Called whenever the stand-in, or what was computed from it, is compared, cut to a whole number, or used
-            as a condition or (`decide_sizes`) a size.
+            as a condition or (`decide_sizes`) a size, with what that came to; with None where that is not known.
     """
     if type(number) not in _STAND_INS:
         return number
@@ -72,8 +75,9 @@ def _stand_in(base: type) -> type:
 
     def telling(name: str) -> Callable[..., Any]:
         def method(self: Any, *args: Any) -> Any:
-            self.decided()
-            return getattr(base, name)(self, *args)
+            result = getattr(base, name)(self, *args)
+            self.decided(result)
+            return result
 
         return method
 
@@ -102,8 +106,10 @@ def _stand_in(base: type) -> type:
     methods = {f"__{name}__": telling(f"__{name}__") for name in deciding}
     methods |= {name: telling(name) for name in ("as_integer_ratio", "is_integer") if hasattr(base, name)}
     methods |= {"__divmod__": divmod_, "__rdivmod__": rdivmod}
+    methods |= {"__copy__": lambda self: self, "__deepcopy__": lambda self, memo: self}
+    methods["__reduce__"] = lambda self: (base, (repr(self),))  # what is written, or sent, is a plain number
     methods |= {f"__{name}__": passing_on(f"__{name}__") for name in arithmetic}
-    methods["decided"] = staticmethod(lambda: None)  # of one made by its type, of what has been told already
+    methods["decided"] = staticmethod(lambda result: None)  # of one made by its type, of what has been told already
     return type(f"Unknown{base.__name__.title()}", (base,), {**methods, "__hash__": base.__hash__})
 
 
@@ -114,7 +120,7 @@ _STAND_INS |= {float: _stand_in(float), int: _stand_in(int)}
 def decide_sizes(value: Any) -> None:
     """Lets stand-ins among sizes, indices and slices tell that they decide something."""
     if isinstance(value, tuple(_STAND_INS.values())):
-        value.decided()
+        value.decided(str(value))
     elif isinstance(value, slice):
         decide_sizes((value.start, value.stop, value.step))
     elif isinstance(value, (tuple, list)):

@@ -105,13 +105,17 @@ def steps_until(left: int, timeline: Timeline) -> int | None:
     return more if more < LONGEST_RUN else None
 
 
-def doubts(not_covered: Iterable[str], conditional: Iterable[str]) -> list[str]:
-    """Why a trace may not be what a real run does, a reason a text (`Trace.not_covered`, `Trace.conditional`)."""
+def doubts(
+    not_covered: Iterable[str], conditional: Iterable[str], way: str = "figures are of the way taken"
+) -> list[str]:
+    """Why a trace may not be what a real run does, a reason a text (`Trace.not_covered`, `Trace.conditional`).
+
+    Args:
+        way: What is known of the other way.
+    """
     reasons = []
     if names := ", ".join(sorted(not_covered)):
         reasons.append(f"no rule covers {names}: leave it out, or measure it on the GPU")
     if lines := ", ".join(conditional):
-        reasons.append(
-            f"at {lines} a value that no trace knows decides the way, or full memory; figures are of the way taken"
-        )
+        reasons.append(f"at {lines} a value that no trace knows decides the way, or full memory; {way}")
     return reasons

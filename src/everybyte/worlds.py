@@ -1,0 +1,106 @@
+"""Worlds: other answers to what no trace knows, to find whether they decide what a program allocates.
+
+Where a program asks for a value that a trace does not know, it is answered with a number, which tells while it stays
+ours if it decides something (`everybyte.values`). `math.exp(loss.item())` is ours no more, nor is an element of an
+array. So a program that asks is traced again in other worlds, whose answers are large or small, rise or fall. What it
+allocates in all of them alike hangs on none of them (`everybyte.otherwise`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+
+MOST: Final = 2**20
+"""So many elements of an array are answered; those after them are zero, which costs no memory."""
+
+
+@dataclass(frozen=True)
+class World:
+    """A way of answering.
+
+    Attributes:
+        name: In a word.
+        fraction, whole: The number, or whole number, that answers the first, second, ... question.
+        slope: By how much the last element of an array is more than its first, as a part of that.
+    """
+
+    name: str
+    fraction: Callable[[int], float]
+    whole: Callable[[int], int]
+    slope: float
+
+
+def _mixed(k: int) -> bool:
+    """The sequence of Thue and Morse: numbers that are asked for in pairs or threes are large and small in turn."""
+    return bool(k.bit_count() & 1)
+
+
+ZEROS: Final = World("zeros", lambda k: 0.0, lambda k: 0, 0.0)
+LARGE: Final = World("large", lambda k: 2.0**20 * (2 - 1 / (k + 1)), lambda k: 1000 + k, 0.25)
+RISING: Final = World("rising", lambda k: 700 - 200 / (k + 1), lambda k: 1, 0.0)  # exp(700) is still a number
+FALLING: Final = World("falling", lambda k: 1 / (k + 2), lambda k: 1, -0.5)
+MIXED: Final = World(
+    "mixed", lambda k: (FALLING if _mixed(k) else RISING).fraction(k), lambda k: int(_mixed(k)), -0.125
+)
+WORLDS: Final = {world.name: world for world in (ZEROS, LARGE, RISING, FALLING, MIXED)}
+
+OTHERS: Final = ("large", "falling", "mixed")
+"""Those in which a program is traced again."""
+
+GENTLER: Final = {"large": "rising"}
+"""What is tried where one of them does not suit the program: `exp` of a large number is none."""
+
+
+class Answers:
+    """What one trace answers, question by question.
+
+    Attributes:
+        asked: How often there was a question.
+    """
+
+    def __init__(self, world: World = ZEROS) -> None:
+        self._world = world
+        self.asked = 0
+
+    def number(self) -> float:
+        """The next answer, a number."""
+        self.asked += 1
+        return self._world.fraction(self.asked - 1)
+
+    def fill(self, real: torch.Tensor) -> torch.Tensor:
+        """Lets a real tensor, which holds zeros, hold the next answer."""
+        world, number = self._world, self.asked
+        self.asked += 1
+        if world is ZEROS:
+            return real
+        some = real.view(-1)[:MOST] if real.is_contiguous() else real
+        if real.is_floating_point() or real.is_complex():
+            first, most = world.fraction(number), torch.finfo(real.dtype).max
+            values = torch.linspace(first, first * (1 + world.slope), some.numel(), dtype=torch.float64)
+        else:
+            most = 1 if real.dtype == torch.bool else min(torch.iinfo(real.dtype).max, 2**62)
+            values = world.whole(number) - torch.arange(some.numel()) % 2
+        some.copy_(values.clamp(0, most).reshape(some.shape))
+        return real
+
+
+@contextmanager
+def same_draws() -> Iterator[None]:
+    """Whatever is drawn at random in the block is the same in each process; after it, as if there had been no block."""
+    before = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    random.seed(0)
+    np.random.seed(0)
+    torch.default_generator.manual_seed(0)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.default_generator.set_state(before[2])

@@ -1,0 +1,314 @@
+"""Programs whose memory hangs on values that no trace knows, and others that only look at such values."""
+
+import json
+import textwrap
+
+import pytest
+import torch
+from in_order import InOrder
+
+import everybyte as eb
+from everybyte import trials
+from everybyte.cli import main
+from everybyte.forecast import Forecast
+from everybyte.script import Program
+from everybyte.worlds import WORLDS, Answers
+
+GPU = eb.gpus.find("a4000")
+BIG = 2**28  # bytes
+
+TRAIN = """\
+import json, math, pickle, random, sys
+from decimal import Decimal
+import numpy as np
+import pandas as pd
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+model = nn.Linear(64, 64).cuda()
+sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(sgd, patience=0)
+names, best, history, losses = [*"abcdefgh"], 1.0, [], torch.zeros(3)
+x = torch.ones(8, 64, device="cuda")
+for step in range(3):
+    sgd.zero_grad()
+    out = model(x)
+    loss = out.square().mean()
+    loss.backward()
+    sgd.step()
+{body}
+"""
+
+
+@pytest.fixture
+def forecast(tmp_path, monkeypatch):
+    """What the command would say of a script; other worlds are tried in this process."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trials.Trials, "__enter__", lambda self: vars(self).update(_pool=InOrder()) or self)
+    monkeypatch.setattr(trials.Trials, "__exit__", lambda self, *_: None)
+
+    def said(text, **options):
+        (tmp_path / "train.py").write_text(text)
+        return Forecast.of(Program("train.py", **options), GPU)
+
+    return said
+
+
+def training(body):
+    return TRAIN.format(body=textwrap.indent(textwrap.dedent(body).strip(), "    "))
+
+
+def line_of(text, code):
+    return f"train.py:{next(i for i, line in enumerate(text.splitlines(), 1) if code in line)}"
+
+
+LOST = {
+    "math": "decided = math.exp(loss.item()) < 10",
+    "float": "history.append(float(loss.item()))\ndecided = history[-1] < 0.01",
+    "float of a tensor": "history.append(float(loss.detach()))\ndecided = history[-1] < 0.01",
+    "text": "decided = float(f'{loss.item():.4f}') < 10",
+    "json": "decided = json.loads(json.dumps({'loss': loss.item()}))['loss'] < 10",
+    "pickle": "decided = pickle.loads(pickle.dumps(loss.item())) < 10",
+    "complex": "decided = abs(complex(loss.item())) < 10",
+    "Decimal": "decided = Decimal(loss.item()) < 10",
+    "NumPy": "decided = np.mean([loss.item(), loss.item()]) < 10",
+    "NumPy's own": "a = loss.detach().cpu().numpy()\ndecided = a.mean() < 10",
+    "pandas": "decided = pd.Series([loss.item()]).mean() < 10",
+    "a host tensor": "losses[step] = loss.item()\ndecided = losses.mean() < best",
+    "a host tensor, from the device": "losses[step] = loss.detach()\ndecided = losses.mean().item() < best",
+    "a host tensor, stacked": "decided = torch.tensor([loss.item()] * 2).mean() < best",
+    "the device and back": "t = torch.tensor(loss.item(), device='cuda')\ndecided = t.item() < 10",
+    "an index": "decided = names[out[0].argmax().item()] == 'a'",
+    "the largest of an array": "a = out.detach().cpu().numpy()\ndecided = names[a[0, :2].argmax()] == 'a'",
+    "a key": "decided = {0: True}.get(out[0].argmax().item(), False)",
+    "the norm of gradients": "norm = float(clip_grad_norm_(model.parameters(), 1.0))\nhistory.append(norm)\n"
+    "decided = max(history) <= 100",
+    "ReduceLROnPlateau": "plateau.step(loss.item())\ndecided = sgd.param_groups[0]['lr'] > 0.05",
+    "best so far": "history.append(loss.item())\ndecided = np.argmin(history) == step",
+    "a time": "e = [torch.cuda.Event(enable_timing=True) for _ in 'ab']\ne[0].record(); e[1].record()\n"
+    "decided = np.median([e[0].elapsed_time(e[1])]) < 10",
+    "two at once": "accuracy, error = [float(at) for at in out[0, :2]]\ndecided = not (accuracy > 0.9) or error > 0.6",
+}
+
+
+@pytest.mark.parametrize("taken", [True, False])
+@pytest.mark.parametrize("how", LOST)
+def test_a_number_that_is_lost_and_decides_what_is_allocated_is_found(how, taken, forecast):
+    negated = "" if taken else "not "
+    text = training(
+        f"{LOST[how]}\nif {negated}decided:\n    kept = torch.empty({BIG}, dtype=torch.uint8, device='cuda')"
+    )
+    found = forecast(text)
+    assert found.verdict.word == "cannot say"
+    assert {where[1] for where in found.worlds.parts.values()} == {line_of(text, "kept =")}
+    peaks = [run["peak_allocated"] for run in (found.answer, *found.answer["worlds"])]
+    assert BIG <= max(peaks) < 2 * BIG + 2**26
+    where = line_of(text, "kept =") if not found.worlds.conditional else found.worlds.conditional[0]
+    assert where in found.verdict.why and "with others" in found.verdict.why
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "print(f'{loss.item():.3f}', math.exp(loss.item()))",
+        "history.append(math.exp(loss.item()))\nif min(history) == history[-1]: print('best')",
+        "losses[step] = loss.item()\nbest = min(best, float(losses.mean()))",
+        "if math.isnan(float(loss.detach().cpu())): kept = torch.empty(2**28, device='cuda')",
+        "if not torch.isfinite(loss): raise ValueError('diverged')",
+        "nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)",
+        "torch.zeros(8, device='cuda') if math.exp(loss.item()) < 3 else torch.ones(8, device='cuda')",
+    ],
+)
+def test_what_decides_nothing_of_the_memory_leaves_the_verdict(body, forecast):
+    found = forecast(training(body))
+    assert (found.verdict.word, found.verdict.why, found.answer["remarks"]) == ("fits", "", [])
+    assert not found.worlds.parts and found.is_sure
+
+
+def test_a_program_that_asks_for_nothing_is_traced_once(forecast):
+    assert forecast(training("history.append(loss.detach())")).worlds.others == ()
+
+
+def test_a_way_that_is_named_says_what_the_other_one_takes(forecast):
+    either = forecast(training("if loss.item() < 3: print('small')"))
+    assert "train.py:20 a value" in either.verdict.why and either.verdict.word == "cannot say"
+    assert either.verdict.why.endswith(
+        f"either way it peaks at {eb.units.format_bytes(either.answer['peak_allocated'])}"
+    )
+    never = forecast(training("if loss.item() < -1: kept = torch.zeros(2**26, device='cuda')"))
+    assert never.verdict.why.endswith("figures are of the way taken")
+    other = forecast(training("if loss.item() > 3: kept = torch.zeros(2**26, device='cuda')"))
+    assert "with others it peaks at 553," in other.verdict.why
+    within = forecast(training("if math.exp(loss.item()) > 3:\n    if loss.item() > 5: print('large')"))
+    assert within.answer["conditional"] == ["train.py:21"]  # in another world alone
+
+
+def test_a_world_that_the_program_does_not_bear_is_compared_up_to_there(forecast):
+    diverging = training(
+        "if math.exp(loss.item()) > 1e4: raise ValueError('diverged')\nlate = torch.zeros(8, device='cuda')"
+    )
+    found = forecast(diverging)
+    assert found.verdict.word == "fits"
+    assert [(seen.world, seen.ended != "") for seen in found.worlds.others] == [
+        *(("large", False), ("falling", True), ("mixed", False), ("rising", False))
+    ]
+    before = "kept = [torch.zeros(2**26, device='cuda')] if math.sqrt(loss.item()) > 3 else []\n"
+    assert "from train.py:20 on" in forecast(diverging.replace("    if math", f"    {before}    if math")).verdict.why
+    # A large number does not suit the program; a smaller one shows what hangs on it.
+    gentler = training("if math.exp(loss.item()) > 1e4: kept = torch.zeros(2**26, device='cuda')")
+    assert [seen.world for seen in forecast(gentler).worlds.others] == ["large", "falling", "mixed", "rising"]
+    assert "from train.py:20 on" in forecast(gentler).verdict.why
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("kept = out[out > 0]", "with other values it comes to what cannot be traced: train.py:21: the result of"),
+        ("torch.compile(model)", "with other values it comes to what cannot be traced: train.py:21: torch.compile is"),
+        ("while True: pass", "with other values it does not end within 2 seconds"),
+    ],
+)
+def test_where_no_trace_can_follow_the_other_way_nothing_is_sure(code, why, forecast, monkeypatch):
+    monkeypatch.setattr("everybyte.forecast.PATIENCE", 2)
+    monkeypatch.setattr("time.monotonic", lambda: 0.0)
+    found = forecast(training(f"if math.sqrt(loss.item()) > 3:\n    {code}"))
+    assert found.verdict.word == "cannot say" and why in found.verdict.why
+
+
+DRAWS = "n = int(np.random.default_rng().integers(2**20, 2**24))\nkept = torch.zeros(n, device='cuda')\n"
+
+
+def test_where_two_runs_do_not_allocate_alike_values_are_not_blamed(forecast):
+    text = training(f"{DRAWS}print(math.exp(loss.item()))")
+    found = forecast(text)
+    assert found.verdict.word == "fits" and not found.worlds.parts
+    assert f"{line_of(text, 'kept =')}: from here on two runs" in found.answer["remarks"][0]
+    # What parts before that hangs on values; and where some of the runs fit and others do not, nothing is sure.
+    early = training(f"if math.sqrt(loss.item()) > 3: early = torch.zeros(8, device='cuda')\n{DRAWS}")
+    assert f"from {line_of(early, 'early =')} on" in forecast(early).verdict.why
+    late = training(f"{DRAWS}if math.sqrt(loss.item()) > 3: late = torch.zeros(2**33, device='cuda')\n")
+    assert "and of some the verdict is does not fit and of others fits" in forecast(late).verdict.why
+
+
+@pytest.mark.parametrize(
+    "draw", ["random.randrange", "np.random.randint", "lambda a, b: torch.randint(a, b, ()).item()"]
+)
+def test_what_is_drawn_at_random_is_the_same_in_all_worlds_and_goes_on_after_them(draw, forecast):
+    text = training(f"n = ({draw})(2**10, 2**20)\nkept = torch.zeros(n, device='cuda')\nprint(math.exp(loss.item()))")
+    torch.manual_seed(5)
+    first = torch.rand(())
+    torch.manual_seed(5)
+    assert (found := forecast(text)).verdict.word == "fits" and found.answer["remarks"] == []
+    assert torch.rand(()) == first
+
+
+NANOGPT = """\
+import math, torch
+from torch import nn
+
+model = nn.Sequential(nn.Embedding(256, 64), nn.Linear(64, 256)).to("cuda")
+adam = torch.optim.AdamW(model.parameters())
+best, always_save = 1e9, False
+
+def batch():
+    tokens = torch.randint(256, (4, 17))
+    return tokens[:, :-1].to("cuda"), tokens[:, 1:].to("cuda")
+
+def loss_of(x, y):
+    return nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+@torch.no_grad()
+def estimate_loss():
+    out = {{}}
+    model.eval()
+    for split in ["train", "val"]:
+        losses = torch.zeros(4)
+        for k in range(4):
+            losses[k] = loss_of(*batch()).item()
+        out[split] = losses.mean()
+    model.train()
+    return out
+
+for step in range(3):
+    losses = estimate_loss()
+    print(f"step {{step}}: train loss {{losses['train']:.4f}}, val loss {{losses['val']:.4f}}")
+    if losses["val"] < best or always_save:
+        best = losses["val"]
+        {best}
+    loss = loss_of(*batch())
+    loss.backward()
+    adam.step()
+    adam.zero_grad(set_to_none=True)
+    print(f"{{loss.item():.4f}}, {{math.exp(loss.item()):.1f}}")
+"""
+
+
+def test_evaluation_as_nanogpt_does_it(forecast):
+    host = NANOGPT.format(best="torch.save({'model': model.state_dict(), 'best': best}, 'ckpt.pt')")
+    assert forecast(host).verdict.word == "fits"
+    device = NANOGPT.format(best="kept = {k: v.clone() for k, v in model.state_dict().items()}")
+    assert f"from {line_of(device, 'kept =')} on" in forecast(device).verdict.why
+
+
+def test_a_function_is_tried_in_other_worlds_as_a_script_is(forecast, tmp_path):
+    (tmp_path / "work.py").write_text(
+        "import math, torch\n"
+        "def build():\n"
+        "    model = torch.nn.Linear(64, 64).cuda()\n"
+        "    def step():\n"
+        "        loss = model(torch.ones(8, 64, device='cuda')).mean()\n"
+        "        if math.exp(loss.item()) > 10: return torch.zeros(2**26, device='cuda')\n"
+        "    return step\n"
+    )
+    assert "from work.py:6 on" in Forecast.of(Program("work.py:build"), GPU).verdict.why
+
+
+def test_the_command_asks_other_worlds_in_processes_of_their_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = training("if np.mean([loss.item()]) > 3:\n    kept = torch.zeros(2**26, device='cuda')")
+    (tmp_path / "train.py").write_text(text)
+    assert main(["trace", "--quick", "--gpu", "a4000", "--json", "train.py"]) == 3
+    out, err = capsys.readouterr()
+    answer = json.loads(out)
+    assert [(run["answers"], run["parts_at"]) for run in answer["worlds"]] == [
+        *(("large", "train.py:21"), ("falling", None), ("mixed", "train.py:21"))
+    ]
+    added = answer["worlds"][0]["peak_allocated"] - answer["peak_allocated"]  # in the third step, and still the second
+    assert 2**29 - 2**20 < added <= 2**29
+    assert err.splitlines()[-1].startswith(
+        "everybyte: cannot say whether it fits: the values that no trace knows decide"
+    )
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+        "float8_e4m3fn",
+        "complex64",
+        *("bool", "uint8", "int8", "int64", "uint64"),
+    ],
+)
+def test_every_kind_of_tensor_gets_an_answer(world, dtype):
+    dtype = getattr(torch, dtype)
+    answers = Answers(WORLDS[world])
+    for shape in ((), (0,), (1, 1), (2, 3)):
+        filled = answers.fill(torch.zeros(shape, dtype=dtype))
+        assert filled.to(torch.complex128 if dtype.is_complex else torch.float64).isfinite().all()
+    transposed = torch.zeros(3, 2, dtype=dtype).t()
+    assert answers.fill(transposed) is transposed
+    assert answers.asked == 5
+
+
+def test_answers_rise_fall_and_change():
+    large, falling, mixed = (Answers(WORLDS[world]) for world in ("large", "falling", "mixed"))
+    rising = [large.number() for _ in range(100)]
+    assert rising == sorted(set(rising))
+    assert [falling.number() for _ in range(3)] == [1 / 2, 1 / 3, 1 / 4]
+    # t_n of Thue and Morse is 0 1 1 0 1 0 0 1 (OEIS A010060).
+    assert [mixed.number() > 1 for _ in range(8)] == [True, False, False, True, False, True, True, False]
