@@ -157,7 +157,7 @@ def on_meta(config: GPTConfig) -> nn.Module:
         return GPT(config)
 
 
-def learnt() -> int:
+def learned() -> int:
     return sum(parameter.numel() for parameter in on_meta(EAGER).parameters())
 
 
@@ -183,7 +183,7 @@ def deepspeed() -> Iterator[Answer]:
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs as stage3
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs as stage2
 
-    count, largest = learnt(), EAGER.vocabulary * EAGER.hidden
+    count, largest = learned(), EAGER.vocabulary * EAGER.hidden
     yield Answer("deepspeed", "ZeRO stage 2, one GPU, no offload", total=stage2(count, cpu_offload=False)[1])
     says = stage3(count, largest, cpu_offload=False, cpu_offload_params=False)[1]
     yield Answer("deepspeed", "ZeRO stage 3, one GPU, no offload", total=says)
@@ -249,7 +249,7 @@ def fitcheck() -> Iterator[Answer]:
 
     c = EAGER
     layer = c.hidden, c.layers, c.heads, c.heads, 4 * c.hidden
-    sizes = ModelConfig("decoder", learnt(), *layer, c.vocabulary, c.hidden // c.heads, c.tied_head)
+    sizes = ModelConfig("decoder", learned(), *layer, c.vocabulary, c.hidden // c.heads, c.tied_head)
     for name, flash in ("eager attention", False), ("FlashAttention", True):
         training = TrainingConfig(batch_size=BATCH, seq_len=EAGER.context, lora_rank=None, flash_attn=flash)
         says = estimate(sizes, training, get_gpu("a100-80"))
@@ -260,7 +260,7 @@ def fitcheck() -> Iterator[Answer]:
 def gpu_estimator() -> Iterator[Answer]:
     from gpu_estimator import GPUEstimator
 
-    says = GPUEstimator().estimate(learnt(), BATCH, EAGER.context, precision="bf16", optimizer="adamw")
+    says = GPUEstimator().estimate(learned(), BATCH, EAGER.context, precision="bf16", optimizer="adamw")
     parts = says.model_memory_gb, says.gradient_memory_gb, says.optimizer_memory_gb, says.activation_memory_gb
     whole = (*parts, says.total_memory_gb)
     yield Answer("gpu-estimator", "estimate", *(round(size * GiB) for size in whole))
@@ -269,7 +269,7 @@ def gpu_estimator() -> Iterator[Answer]:
 def vram_check() -> Iterator[Answer]:
     from vram_check import estimate
 
-    says = estimate(learnt(), BATCH, "bf16", "adamw", seq_len=EAGER.context)
+    says = estimate(learned(), BATCH, "bf16", "adamw", seq_len=EAGER.context)
     parts = says.parameters_bytes, says.gradients_bytes, says.optimizer_bytes, says.activations_bytes
     yield Answer("vram-check", "estimate", *parts, says.total_bytes)
 

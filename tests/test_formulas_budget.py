@@ -42,8 +42,8 @@ def traced(config: GPTConfig, batch: int, words: dict[str, str], rank: int = 0) 
     data = torch.zeros(2, batch, config.context, dtype=torch.int64)
     with eb.trace(rules="cuda") as run:
         model = add_lora(GPT(config), rank, ("q", "k", "v", "out", "gate", "up", "down")) if rank else GPT(config)
-        learnt = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = OPTIMIZERS.get(words["recipe"], torch.optim.AdamW)(learnt)
+        learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = OPTIMIZERS.get(words["recipe"], torch.optim.AdamW)(learned)
         for _ in run.steps(2):
             tokens, targets = run.to_device([*data])
             for _ in range(2 if words["gradients"] == "waiting" else 1):

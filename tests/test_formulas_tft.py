@@ -149,8 +149,8 @@ def test_closed_forms_hold_for_every_switch(seed):
         assert bool(workspace) == (config.recurrence == "lstm")
 
         loss.backward()
-        learnt = sum(p.numel() for p in model.parameters() if p.grad is not None)
-        assert int(formulas.model_state(config)["gradients"].subs(sizes)) == 4 * learnt, config
+        learned = sum(p.numel() for p in model.parameters() if p.grad is not None)
+        assert int(formulas.model_state(config)["gradients"].subs(sizes)) == 4 * learned, config
 
 
 def test_what_the_full_width_default_keeps_is_its_closed_form_to_the_byte():

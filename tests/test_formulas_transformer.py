@@ -210,7 +210,7 @@ def test_the_seeds_stack_is_24_layers_and_its_ends():
         "final LayerNorm input": 2 * states,
         "final LayerNorm means": 4 * tokens,
         "final LayerNorm 1 / deviations": 4 * tokens,
-        "head input": 2 * states,
+        "loss head input": 2 * states,
         "log-softmax": 1_048_576_000,  # the seed's 1.05 GB of fp32 logits; it is log-softmax that is kept
         "target indices": 8 * tokens,
         "number of targets": 4,

@@ -1,4 +1,4 @@
-"""What claims to change memory alone changes nothing that is learnt: same weights, same windows, same losses."""
+"""What claims to change memory alone changes nothing that is learned: same weights, same windows, same losses."""
 
 from __future__ import annotations
 

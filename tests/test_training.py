@@ -103,20 +103,20 @@ def test_evaluation_ignores_batch_size_and_dropout_and_leaves_the_model_training
 
 
 def test_trivial_forecast_is_the_empirical_quantiles_of_the_training_part(split):
-    learnt, target = split.train.target.numpy(), split.validation.target.numpy()
+    learned, target = split.train.target.numpy(), split.validation.target.numpy()
     total = 0.0
     for p in TINY.quantiles:
-        missed = target - np.quantile(learnt, p, axis=0)
+        missed = target - np.quantile(learned, p, axis=0)
         total += np.where(missed > 0, p * missed, (p - 1) * missed).mean()
     assert training.trivial_loss(split.train, split.validation, TINY.quantiles) == pytest.approx(total, rel=1e-5)
 
 
 def test_stretched_forecast_is_the_quantiles_of_scaled_targets_times_each_windows_scale(split):
     known, ahead = (0.5 + part.target[:, 0].abs() for part in split)
-    learnt, target = (split.train.target / known[:, None]).numpy(), split.validation.target.numpy()
+    learned, target = (split.train.target / known[:, None]).numpy(), split.validation.target.numpy()
     total = 0.0
     for p in TINY.quantiles:
-        missed = target - ahead.numpy()[:, None] * np.quantile(learnt, p, axis=0)
+        missed = target - ahead.numpy()[:, None] * np.quantile(learned, p, axis=0)
         total += np.where(missed > 0, p * missed, (p - 1) * missed).mean()
     found = training.stretched_loss(split.train, split.validation, TINY.quantiles, known, ahead)
     assert found == pytest.approx(total, rel=1e-5)

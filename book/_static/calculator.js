@@ -95,7 +95,7 @@
       moments[moment] = functions.map(([category, f]) => [category, f(sizes)]);
     }
     const parts = piece("parts", BOOK.parts, x)(sizes);
-    return { moments, learnt: counts.P, crossover: [parts["with s"], parts["with s squared"]] };
+    return { moments, learned: counts.P, crossover: [parts["with s"], parts["with s squared"]] };
   }
 
   function tft(x) {
@@ -107,7 +107,7 @@
     for (const [moment, categories] of Object.entries(BOOK.tft.moments)) {
       moments[moment] = categories.map((category) => [category, FORMULAS[`tft|${moment}|${category}`](sizes)]);
     }
-    return { moments, learnt: FORMULAS["tft parameters"](sizes), kept: sum(FORMULAS["tft kept"](sizes)) };
+    return { moments, learned: FORMULAS["tft parameters"](sizes), kept: sum(FORMULAS["tft kept"](sizes)) };
   }
 
   const bytes = (parts) => parts.reduce((all, [, terms]) => all + sum(terms), 0n);
@@ -288,7 +288,7 @@
       make("span", {}, make("span", { class: "calculator-key", "data-category": c }), c)),
       make("span", {}, make("span", { class: "calculator-key calculator-line" }), "what the GPU surely has")));
 
-    const entries = [["Parameters", "learnt", grouped(step.learnt)]];
+    const entries = [["Parameters", "learned", grouped(step.learned)]];
     if (x.network === "decoder") {
       const [linear, quadratic] = step.crossover;
       entries.push(["Width of a head", "width", grouped(x.hidden / x.heads)]);

@@ -158,10 +158,10 @@ def test_200_random_settings_give_the_librarys_integers(calculator):
         assert needed[1] == totals[page["peak"]] + workspaces, setting
         check_verdict(page["verdict"], needed[1], find(setting["gpu"]).usable)
         if setting["network"] == "tft":
-            assert number(page["facts"]["learnt"]) == integer(total(tft.parameters(TFTConfig.seed())), sizes)
+            assert number(page["facts"]["learned"]) == integer(total(tft.parameters(TFTConfig.seed())), sizes)
             assert number(page["facts"]["kept"]) == integer(tft.saved(TFTConfig.seed()), sizes)
         else:
-            assert number(page["facts"]["learnt"]) == sizes[P], setting
+            assert number(page["facts"]["learned"]) == sizes[P], setting
             check_crossover(page["facts"]["crossover"], setting, sizes)
         compared += 1
     assert compared > 150 and calculator.said == []
@@ -201,7 +201,7 @@ def test_what_is_said_to_fit_fits_and_one_more_does_not(calculator):
 def test_a_named_model_has_its_published_number_of_parameters(name, calculator):
     calculator.evaluate(SHOWN, ["#batch=2", "#"])
     calculator.get_by_label("Model", exact=True).select_option(name)
-    assert number(calculator.locator("[data-fact=learnt]").text_content()) == PUBLISHED[name]
+    assert number(calculator.locator("[data-fact=learned]").text_content()) == PUBLISHED[name]
 
 
 def test_an_address_that_was_passed_on_shows_the_same_setting(calculator, address):

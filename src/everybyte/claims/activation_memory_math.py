@@ -184,7 +184,7 @@ def largest_is_as_wide_as_the_vocabulary() -> bool:
 
 
 def parameters() -> int:
-    """Learnt numbers, the head tied to the embedding."""
+    """Learned numbers, the head tied to the embedding."""
     return integer(transformer.parameters(), SIZE)
 
 

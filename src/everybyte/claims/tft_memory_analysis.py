@@ -31,7 +31,7 @@ def _bytes(terms: object, batch: int = 8, config: TFTConfig = CONFIG) -> int:
 
 
 def parameters(*components: str) -> int:
-    """Learnt numbers in components whose names begin so; of the whole model if none is named."""
+    """Learned numbers in components whose names begin so; of the whole model if none is named."""
     found = {name: terms for name, terms in tft.parameters(CONFIG).items() if name.startswith(components or "")}
     return integer(found, tft.sizes(CONFIG))
 
@@ -42,7 +42,7 @@ def listed(component: str) -> int:
 
 
 def network(width_in: int, context: bool = True) -> int:
-    """Learnt numbers in one gated residual network to 256."""
+    """Learned numbers in one gated residual network to 256."""
     weights = tft.grn_weights(CONFIG, tft.h if width_in > 1 else tft.ONE, tft.h, tft.h, context)
     return integer(sum(weight.count for weight in weights), tft.sizes(CONFIG))
 

@@ -90,7 +90,7 @@ def mismatch(switches: Mapping[str, str], dtype: str) -> tuple[str, str] | None:
 
 
 def parameters(mlp: str, biases: str, head: str, positions: str) -> Terms:
-    """Learnt numbers, tensor by tensor."""
+    """Learned numbers, tensor by tensor."""
     have = {"all": True, "QKV": "QKV", "none": False}[biases]
     return transformer.parameters(
         tied=head == "tied", positions=positions == "learned", biases=have, mlp=mlp, kv_heads=a_kv, inner=d_ff
@@ -285,8 +285,9 @@ _BATCH: Final = ("token indices", "target indices")
 
 
 def ends(loss: str) -> Terms:
-    """What the ends of the network keep, but what is the head's own."""
-    return {name: term for name, term in transformer.ends(loss).items() if name not in ("head input", "log-softmax")}
+    """What the ends of the network keep, but what is the loss head's own."""
+    own = "loss head input", "log-softmax"
+    return {name: term for name, term in transformer.ends(loss).items() if name not in own}
 
 
 def batch(loss: str) -> Terms:

@@ -132,5 +132,5 @@ def moments(attention: str = "eager", mlp: str = "gelu", *, inner: Expr | None =
     }
     return {
         **{moment: {"residual stream": states, **terms} for moment, terms in layer.items()},
-        "logits of the last position": {"head input": states, "logits": e * b * V},
+        "logits of the last position": {"loss head input": states, "logits": e * b * V},
     }

@@ -43,7 +43,7 @@ def adam(recipe: str, count: Expr = P) -> Terms:
 
     Args:
         recipe: One of `RECIPES`.
-        count: Learnt numbers.
+        count: Learned numbers.
 
     Raises:
         ValueError: If there is no such recipe.
@@ -85,7 +85,7 @@ def adam_8bit(block: int = 2048, count: Expr = P, weights: int = 2) -> Terms:
 
     Args:
         block: Numbers that share a constant.
-        count: Learnt numbers.
+        count: Learned numbers.
         weights: Bytes of a weight and of a gradient.
     """
     count = expression("count", count)
@@ -101,7 +101,7 @@ def adam_8bit(block: int = 2048, count: Expr = P, weights: int = 2) -> Terms:
 
 
 def lora_parameters(rank: Any, matrices: Iterable[tuple[Any, Any, Any]]) -> Expr:
-    """Learnt numbers of low-rank paths, r (h_in + h_out) for each matrix (Hu et al. 2021, "LoRA", section 4.1).
+    """Learned numbers of low-rank paths, r (h_in + h_out) for each matrix (Hu et al. 2021, "LoRA", section 4.1).
 
     Args:
         rank: r.

@@ -55,7 +55,7 @@ class Weight:
 
     @property
     def count(self) -> Expr:
-        """Learnt numbers in all copies."""
+        """Learned numbers in all copies."""
         return self.copies * sp.prod(self.shape)
 
 
@@ -188,7 +188,7 @@ def weights(config: Any) -> dict[str, list[Weight]]:
 
 
 def parameters(config: Any) -> dict[str, Terms]:
-    """Learnt numbers of each component, term by term."""
+    """Learned numbers of each component, term by term."""
     return {name: _by_name((w.name, w.count) for w in tensors) for name, tensors in weights(config).items()}
 
 
@@ -203,11 +203,11 @@ def model_state(config: Any) -> Terms:
     A parameter that no gradient reaches has neither gradient nor moments. The step counters are one fp32 each.
     """
     tensors = [w for group in weights(config).values() for w in group]
-    learnt = sum((w.count for w in tensors if w.learns), sp.S.Zero)
+    learned = sum((w.count for w in tensors if w.learns), sp.S.Zero)
     return {
         "parameters": sp.expand(e * sum(w.count for w in tensors)),
-        "gradients": sp.expand(e * learnt),
-        "optimizer moments": sp.expand(2 * e * learnt),
+        "gradients": sp.expand(e * learned),
+        "optimizer moments": sp.expand(2 * e * learned),
         "optimizer step counters": 4 * sum((w.copies for w in tensors if w.learns), sp.S.Zero),
         "positional table": e * p_max * h,
         "quantiles": e * q,

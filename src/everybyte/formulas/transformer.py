@@ -276,7 +276,7 @@ def ends(loss: str = "full", *, embedding_dropout: bool = False, position_indice
         "final LayerNorm input": norm["LayerNorm input"],
         "final LayerNorm means": norm["mean"],
         "final LayerNorm 1 / deviations": norm["1 / deviation"],
-        "head input": ops.linear()["input"],
+        "loss head input": ops.linear()["input"],
         "log-softmax": 0 if loss == "chunked" else ops.softmax(b * s * V)["softmax output"] / e * narrow,
         "target indices": 8 * b * s,
         "number of targets": 8 if loss == "chunked" else narrow,
@@ -311,7 +311,7 @@ def head_moments(loss: str = "full", *, chunks: int = 8) -> dict[str, Terms]:
     choose("loss", loss, LOSSES)
     chunks = whole("chunks", chunks) if loss == "chunked" else 1
     rows = sp.ceiling(b * s / chunks)
-    held = {"head input": e * HIDDEN}
+    held = {"loss head input": e * HIDDEN}
     if chunks > 1:
         held |= {"other rows' input gradients": e * h * (b * s - rows), "other rows' weight gradient": e * V * h}
     moments = {
@@ -321,7 +321,7 @@ def head_moments(loss: str = "full", *, chunks: int = 8) -> dict[str, Terms]:
     moments["backward of the product"] |= {"input gradient": e * rows * h, "weight gradient": e * V * h}
     if chunks > 1:
         # Autograd adds the first two out of place, and all others to their sum. The input goes with its last use.
-        left = {"head input": e * HIDDEN} if chunks > 2 else {}
+        left = {"loss head input": e * HIDDEN} if chunks > 2 else {}
         left |= {"two chunks' input gradients": e * h * (b * s - (chunks - 2) * rows)}
         three = {name: e * V * h for name in ("other rows' weight gradient", "weight gradient", "their sum")}
         moments["sum of two weight gradients"] = {**left, **three}

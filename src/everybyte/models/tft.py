@@ -543,7 +543,7 @@ def batch_loss(model: TFT, batch: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tens
 
 
 def parameters_by_component(model: TFT, with_gradient: bool = False) -> dict[str, int]:
-    """Learnt numbers in each component, in the order of the forward pass; their sum is the model's.
+    """Learned numbers in each component, in the order of the forward pass; their sum is the model's.
 
     Names are the model's own, and a selection network shows its two parts: ``historical_selection.variables`` and
     ``historical_selection.weights``.

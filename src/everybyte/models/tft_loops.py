@@ -121,12 +121,12 @@ def keep(what: str, detach: bool = False, **how: bool) -> Loop:
     return loop
 
 
-def logged(item: bool = False, learnt: bool = True) -> Loop:
+def logged(item: bool = False, learned: bool = True) -> Loop:
     """The loop that keeps its loss for a log: as a number or as it is, after a backward pass or without one."""
 
     def loop(model, adam, batch, held):
         loss = forward(model, batch).loss
-        if learnt:
+        if learned:
             learn(adam, loss)
         held.append({"loss": loss.item() if item else loss})
 
@@ -211,7 +211,7 @@ LOOPS: Mapping[str, Loop] = {
 """The ten loops, by name."""
 
 LOGS: Mapping[str, Loop] = {
-    "before": logged(learnt=False),
+    "before": logged(learned=False),
     "after": logged(),
     "item": logged(item=True),
 }
