@@ -42,7 +42,7 @@ def normed_as_in_candle(model: TFT) -> TFT:
 
 
 def streamed(model: TFT, keep: int = 0) -> TFT:
-    """Each selection streams its variables, and keeps the outputs of the first `keep` of them."""
+    """Each selection streams its variables, and keeps the outputs of the last `keep` of them."""
     for part in model.modules():
         if isinstance(part, VariableSelection):
             part.compute, part.keep = "streamed", keep

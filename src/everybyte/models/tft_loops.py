@@ -109,13 +109,15 @@ def outputs_of_forward(model, adam, batch, held):
     held.append(forward(model, batch).states)
 
 
-def keep(what: str, detach: bool = False, **how: bool) -> Loop:
-    """The loop that keeps one of the `Output`s."""
+def keep(what: str, detach: bool = False, most: int | None = None, **how: bool) -> Loop:
+    """The loop that keeps one of the `Output`s, the last `most` of them or all; `how` goes to `backward`."""
 
     def loop(model, adam, batch, held):
         output = forward(model, batch)
         kept = getattr(output, what)
         held.append(kept.detach() if detach else kept)
+        if most:
+            del held[:-most]
         learn(adam, output.loss, **how)
 
     return loop
