@@ -447,8 +447,8 @@ def test_the_peak_is_told_by_function_and_line_and_what_has_no_stack_by_size(tmp
             del entry["frames"]
     path.write_bytes(pickle.dumps(data))
     assert answer("snapshot", path)["live_at_peak"] == [
-        {"op": "mul", "line": "net.py:3", "bytes": 12_288, "allocations": 2},
-        {"op": "", "line": "", "bytes": 2_048, "allocations": 2},
+        {"op": "mul", "line": "net.py:3", "own": "net.py:3", "bytes": 12_288, "allocations": 2},
+        {"op": "", "line": "", "own": "", "bytes": 2_048, "allocations": 2},
     ]
     text = run("snapshot", path)[1]
     assert "12,288 B (12.288 KB, 12.000 KiB)   85.7%        2 ×  net.py:3 mul" in text

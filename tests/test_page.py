@@ -27,6 +27,7 @@ from everybyte.timeline import CATEGORIES, Recorder
 from everybyte.units import MiB
 
 SCHEMA = schema.read()
+WHAT = "step", "phase", "op", "module", "line", "own"
 
 SCRIPT = """
 import torch
@@ -252,6 +253,39 @@ def test_a_report_of_a_recording_names_the_failed_request_and_who_asked(recorded
     assert json.loads(read.texts["script"]) == answer
 
 
+def test_under_a_framework_a_recording_names_the_library_s_line_and_the_user_s_own(recorded, tmp_path, capsys):
+    path, out = recorded(30 * MiB, 60 * MiB, 30 * MiB, total=100 * MiB), tmp_path / "report.html"
+    data, _ = plain_pickle.load(path)
+    site = "/opt/conda/lib/python3.11/site-packages"
+    frames = [
+        {"name": "linear", "filename": f"{site}/torch/nn/modules/linear.py", "line": 5},
+        {"name": "forward", "filename": f"{site}/transformers/models/gpt2/modeling_gpt2.py", "line": 312},
+        {"name": "train", "filename": f"{site}/transformers/trainer.py", "line": 99},
+        {"name": "main", "filename": "/home/me/train.py", "line": 31},
+    ]
+    for entry in data["device_traces"][0]:
+        entry["frames"] = frames
+    path.write_bytes(pickle.dumps(data, 4))
+    answer = ask("snapshot", path, "--html", out)
+    line, own = "transformers/models/gpt2/modeling_gpt2.py:312", "/home/me/train.py:31"
+    for row in (*answer["out_of_memory"], *answer["live_at_peak"]):
+        assert (row["op"], row["line"], row["own"]) == ("linear", line, own)
+    shown = "".join(Reader(out.read_text(encoding="utf-8")).texts["code"])
+    assert line in shown and own in shown
+    main(["snapshot", str(path)])
+    assert f"asked for by {line} linear, called from {own}." in capsys.readouterr().out
+
+
+def test_a_timeline_written_as_a_recording_keeps_both_lines(tmp_path):
+    recorder = Recorder()
+    for line, own in (("net/layers.py:3", "train.py:9"), ("train.py:8", "train.py:8"), ("notebook:2", "notebook:2")):
+        recorder.alloc(4096, op="linear", line=line, own=own, device="cuda:0")
+    run = recorder.finish({})
+    run.to_snapshot(tmp_path / "written.pickle")
+    read = Snapshot.read(tmp_path / "written.pickle").timeline.frame()
+    assert read[["line", "own"]].astype(str).equals(run.frame()[["line", "own"]].astype(str))
+
+
 def test_what_is_saved_is_asked_for_where_most_of_it_is_if_none_is_at_the_peak():
     recorder = Recorder()
     recorder.begin_step(0)
@@ -266,7 +300,8 @@ def test_what_is_saved_is_asked_for_where_most_of_it_is_if_none_is_at_the_peak()
     recorder.alloc(1_000, op="zeros_like")
     saved = answers.saved_for_backward(recorder.finish({"steps": 1}))
     assert (saved["event"], saved["at_peak"], saved["bytes"]) == (1, False, 150)
-    assert saved["rows"] == [{"op": "linear", "line": "a.py:1", "module": "blocks.*", "bytes": 150, "storages": 2}]
+    made = {"op": "linear", "line": "a.py:1", "own": "", "module": "blocks.*"}
+    assert saved["rows"] == [{**made, "bytes": 150, "storages": 2}]
 
 
 # -- pictures ----------------------------------------------------------------------------------------------------------
@@ -373,12 +408,13 @@ def hostile_answers(traced, recorded, name):
     recorder.begin_step(0)
     for category in CATEGORIES:
         encoded = name.encode("utf-8", "replace").decode()  # a timeline takes nothing else
-        recorder.label(recorder.alloc(10**6, op=encoded, module=f"a.{encoded}", line=encoded), category)
+        made = recorder.alloc(10**6, op=encoded, module=f"a.{encoded}", line=encoded, own=f"{encoded}:1")
+        recorder.label(made, category)
     run = recorder.finish({"steps": 1})
     traced = dict(traced)
     for key in ("module", "op", "line"):
         traced[f"by_{key}"] = answers.by(run, key)
-    traced |= {"function": name, "peak": answers.moment(run, run.peak, "step", "phase", "op", "module", "line")}
+    traced |= {"function": name, "peak": answers.moment(run, run.peak, *WHAT)}
     traced |= {"saved_for_backward": answers.saved_for_backward(run), "remarks": [name], "conditional": [name]}
     traced |= {"reason": name, "largest": {name: LARGEST["sequence"]}}
     traced["levers"] = [{**LEVERS[0], "name": name, "costs": name, "edit": {"torch": name}}]

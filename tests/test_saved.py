@@ -473,7 +473,7 @@ def test_saved_inside_a_trace_leaves_the_timeline_as_it_was(forward):
 
 
 def events(timeline: eb.Timeline, action: str) -> list[tuple]:
-    frame = timeline.frame().drop(columns="line")
+    frame = timeline.frame().drop(columns=["line", "own"])
     return list(frame[frame["action"] == action].itertuples(index=False, name=None))
 
 

@@ -39,30 +39,35 @@ def _run(program, how, answers):
     answers.put((found, getattr(ran.run, "conditional", []), sorted(getattr(ran.run, "not_covered", []))))
 
 
-def in_a_process_of_its_own(program, how):
-    context = multiprocessing.get_context("fork")
-    answers = context.Queue()
-    child = context.Process(target=_run, args=(program, how, answers))
-    child.start()
-    try:
-        found, conditional, not_covered = answers.get(timeout=60)
-    finally:
-        child.kill()
-        child.join()
-    assert not conditional and not not_covered
-    return found
-
-
-def assert_traced_as_measured(tmp_path, script, *arguments, steps=3, needs=()):
+def in_a_process_of_its_own(program, *work, needs=()):
+    """What `work[0]` puts into the queue that it is given last, of a script that needs these modules."""
     for package in {module.split(".")[0] for module in needs}:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"the script needs {package}: pip install {package.replace('_', '-')}")
     for module in needs:  # once, for all processes
         importlib.import_module(module)
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    child = context.Process(target=work[0], args=(program, *work[1:], answers))
+    child.start()
+    try:
+        return answers.get(timeout=60)
+    finally:
+        child.kill()
+        child.join()
+
+
+def outcome(program, how, needs):
+    found, conditional, not_covered = in_a_process_of_its_own(program, _run, how, needs=needs)
+    assert not conditional and not not_covered
+    return found
+
+
+def assert_traced_as_measured(tmp_path, script, *arguments, steps=3, needs=()):
     if needs:
         arguments = (*arguments, "--out", str(tmp_path))
     program = Program(str(SCRIPTS / script), arguments, steps=steps)
-    traced, measured = in_a_process_of_its_own(program, "trace"), in_a_process_of_its_own(program, "measure")
+    traced, measured = (outcome(program, how, needs) for how in ("trace", "measure"))
     assert traced == measured
     assert traced["steps"] == steps
     return traced
@@ -102,6 +107,40 @@ def test_lightning_s_trainer_allocates_what_it_really_does(tmp_path, precision):
 
 def test_pytorch_forecasting_allocates_what_it_really_does(tmp_path):
     assert_traced_as_measured(tmp_path, "with_forecasting.py", "--predict", needs=["pytorch_forecasting"])
+
+
+# -- whose line it is --------------------------------------------------------------------------------------------------
+
+
+def _lines(program, answers):
+    frame = program.trace("t4").run.timeline.frame().query("action == 'alloc' and step >= 0")
+    rows = frame.astype({"phase": str, "line": str, "own": str})[["phase", "nbytes", "line", "own"]]
+    answers.put(rows.groupby(["phase", "line", "own"])["nbytes"].max().reset_index().to_dict("records"))
+
+
+@pytest.mark.parametrize(
+    "script, options, needs, made_at, led_by",
+    [
+        ("plain.py", "", [], "plain.py:", "self.layers(x)"),
+        ("with_trainer.py", "--mask ones", TRAINER, "transformers/", "trainer.train()"),
+        ("with_trainer.py", "--mask ones --checkpointing", TRAINER, "transformers/", "trainer.train()"),
+        ("with_accelerate.py", "", ["accelerate"], "with_accelerate.py:", "model(x)"),
+        ("with_lightning.py", "", ["lightning"], "with_lightning.py:", "self.encoder(x)"),
+        ("with_forecasting.py", "", ["pytorch_forecasting"], "pytorch_forecasting/", "trainer.fit("),
+    ],
+)
+def test_what_a_backward_pass_makes_is_told_by_the_model_s_line_and_the_user_s(
+    tmp_path, script, options, needs, made_at, led_by
+):
+    arguments = (*options.split(), *(["--out", str(tmp_path)] if needs else []))
+    rows = in_a_process_of_its_own(Program(str(SCRIPTS / script), arguments), _lines, needs=needs)
+    source = (SCRIPTS / script).read_text().splitlines()
+    backward = [row for row in rows if row["phase"] == "backward"]
+    most = max(row["nbytes"] for row in backward)
+    for row in (row for row in backward if row["nbytes"] > most // 4):
+        assert made_at in row["line"]
+        assert led_by in source[int(row["own"].rpartition(":")[2]) - 1]
+    assert all(row["own"].rpartition(":")[0].endswith(script) for row in rows)
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,6 @@
 import copy
+import importlib
+import inspect
 import statistics
 
 import numpy as np
@@ -8,6 +10,7 @@ import torch
 from agreement import assert_agree
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import everybyte as eb
 
@@ -105,8 +108,65 @@ def test_a_step_without_modules_is_forward_again_when_the_next_one_begins():
 
 
 def test_lines_are_the_user_s_own():
-    lines = traced().timeline.frame()["line"]
-    assert lines[lines != ""].str.contains("test_trace.py:").all()
+    for column in ("line", "own"):
+        lines = traced().timeline.frame()[column]
+        assert (
+            lines[lines != ""].str.startswith("tests/test_trace.py:").all()
+        )  # numbers that Python hands over have none
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+def test_what_a_backward_pass_makes_is_of_the_line_whose_gradient_it_is():
+    def block(x):
+        return x.sin().cos()
+
+    with eb.trace(rules="cpu") as run:
+        weight = nn.Parameter(torch.ones(1000))
+        for _ in run.steps(2):
+            scaled = weight * 3
+            y = checkpoint(block, scaled, use_reentrant=False)
+            doubled = Doubled.apply(y)
+            doubled.exp().sum().backward()
+    made = run.timeline.frame().query("action == 'alloc' and phase == 'backward' and nbytes == 4000")
+    source, first = inspect.getsourcelines(test_what_a_backward_pass_makes_is_of_the_line_whose_gradient_it_is)
+    at = {text.strip(): f"tests/test_trace.py:{first + i}" for i, text in enumerate(source)}
+    assert set(made["line"]) == {
+        at["scaled = weight * 3"],
+        at["return x.sin().cos()"],  # recomputed, and its gradients
+        at["doubled.exp().sum().backward()"],
+        f"tests/test_trace.py:{inspect.getsourcelines(Doubled.backward)[1] + 2}",
+    }
+    assert made["own"].equals(made["line"])
+
+
+def test_in_a_library_s_code_the_user_s_line_that_led_there_is_told_too(tmp_path, monkeypatch):
+    folder = tmp_path / "site-packages" / "net"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text(
+        "def forward(x):\n    return x.exp().sum()\n\ndef fit(x):\n    forward(x).backward()\n"
+    )
+    (tmp_path / "train.py").write_text("import net\n\ndef train(x):\n    net.fit(x)\n")
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    monkeypatch.syspath_prepend(tmp_path)
+    train = importlib.import_module("train").train
+    with eb.trace(rules="cpu") as run:
+        x = nn.Parameter(torch.ones(1000))
+        train(x)
+    made = run.timeline.frame().query("action == 'alloc'")
+    inside = made[made["own"] == "train.py:4"]
+    assert set(inside["phase"]) >= {"backward"} and len(inside) == len(made) - 1
+    in_forward, in_engine = "net/__init__.py:2", "net/__init__.py:5"  # the gradient of the loss is autograd's own
+    assert set(inside.query("nbytes == 4000")["line"]) == {in_forward}
+    assert set(inside["line"]) <= {in_forward, in_engine}
 
 
 def test_inference_mode_is_traced_as_it_is_measured_for_a_model_made_inside_it_or_outside():

@@ -10,15 +10,18 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from . import schema, workspace
 from .allocator import Allocator, Replay
-from .lines import peaks, table
+from .lines import LONGEST_LINE, peaks, table
 from .names import printable
+from .places import led_there
 from .snapshot import Comparison, Names, Snapshot
 from .timeline import Timeline
 from .units import format_bytes
+
+_WHO: Final = ("op", "line", "own")
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Account:
         ]
         found = comparison.as_dict()
         for failure in found["out_of_memory"]:
-            failure["op"], failure["line"] = Names()(snapshot.traces[device][failure["event"]].frames)
+            failure["op"], failure["line"], failure["own"] = Names()(snapshot.traces[device][failure["event"]].frames)
         answer = {
             "schema": schema.VERSION,
             "file": os.fsencode(path).decode("utf-8", "replace"),
@@ -93,8 +96,8 @@ class Account:
         for fragmentation in self.comparison.fragmentation:
             yield f"When most was reserved: {fragmentation}."
         for failure, row in zip(self.comparison.out_of_memory[-1:], self.answer["out_of_memory"][-1:], strict=True):
-            who = f"{row['line']} {row['op']}".strip()
-            yield f"In the recording: {failure}{printable(who and f', asked for by {who}')}."
+            who = _who(row) if row["op"] or row["line"] else ""
+            yield f"In the recording: {failure}{printable(who and f', asked for by {who}', LONGEST_LINE)}."
             if len(self.comparison.out_of_memory) > 1:
                 yield f"Before it, {len(self.comparison.out_of_memory) - 1:,} other requests failed."
         yield ""
@@ -109,16 +112,16 @@ class Account:
 
 
 def _live_at_peak(timeline: Timeline) -> list[dict[str, Any]]:
-    """Who holds the peak, largest first: by function and line; what has no stack by its size."""
+    """Who holds the peak, largest first: by function and lines; what has no stack by its size."""
     if not len(timeline):
         return []
-    live = timeline.live(timeline.peak).astype({"op": str, "line": str})
+    live = timeline.live(timeline.peak).astype({name: str for name in _WHO})
     live["each"] = live["nbytes"].where((live["op"] == "") & (live["line"] == ""), 0)
-    groups = live.groupby(["op", "line", "each"])["nbytes"].agg(["sum", "count"])
+    groups = live.groupby([*_WHO, "each"])["nbytes"].agg(["sum", "count"])
     groups = groups.sort_values("sum", ascending=False, kind="stable")
     return [
-        {"op": op, "line": line, "bytes": int(nbytes), "allocations": int(count)}
-        for (op, line, _), nbytes, count in zip(groups.index, groups["sum"], groups["count"], strict=True)
+        {**dict(zip(_WHO, who, strict=False)), "bytes": int(nbytes), "allocations": int(count)}
+        for who, nbytes, count in zip(groups.index, groups["sum"], groups["count"], strict=True)
     ]
 
 
@@ -135,7 +138,7 @@ def _replay_as_dict(settings: Mapping[str, Any], replay: Replay) -> dict[str, An
 
 def _who(row: Mapping[str, Any]) -> str:
     if row["op"] or row["line"]:
-        return f"{row['line']} {row['op']}".strip()
+        return f"{row['line']} {row['op']}{led_there(row)}".strip()
     each = row["bytes"] // row["allocations"]
     size = ", the size of cuBLAS's workspace" if each == workspace.DEFAULT else ""
     return f"no stack recorded, {each:,} B each{size}"

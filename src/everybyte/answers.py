@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from .names import of_all
 from .timeline import CATEGORIES, Timeline
+
+_MAKER: Final = ("op", "line", "own", "module")
 
 
 def by(timeline: Timeline, key: str) -> list[dict[str, Any]]:
@@ -26,7 +28,7 @@ def moment(timeline: Timeline, event: int, *columns: str) -> dict[str, Any]:
 def saved_for_backward(timeline: Timeline) -> dict[str, Any]:
     """What forward passes made and backward passes wait for: at the peak, or where none is there, when most of it is.
 
-    Rows are by operation, line and module, of which those of a list are one, largest first.
+    Rows are by operation, lines and module, of which those of a list are one, largest first.
     """
     event, kept = timeline.peak, _kept(timeline, timeline.peak)
     at_peak = not kept.empty
@@ -36,15 +38,15 @@ def saved_for_backward(timeline: Timeline) -> dict[str, Any]:
             event = int(saved[timeline.without(*(set(CATEGORIES) - {"activation"})).peak])
             kept = _kept(timeline, event)
     kept["module"] = kept["module"].map(of_all)
-    groups = kept.groupby(["op", "line", "module"])["nbytes"].agg(["sum", "count"])
+    groups = kept.groupby([*_MAKER])["nbytes"].agg(["sum", "count"])
     groups = groups.sort_values("sum", ascending=False, kind="stable")
     return {
         **moment(timeline, event, "step", "phase"),
         "at_peak": at_peak,
         "bytes": int(kept["nbytes"].sum()),
         "rows": [
-            {"op": op, "line": line, "module": module, "bytes": int(nbytes), "storages": int(count)}
-            for (op, line, module), nbytes, count in zip(groups.index, groups["sum"], groups["count"], strict=True)
+            {**dict(zip(_MAKER, maker, strict=True)), "bytes": int(nbytes), "storages": int(count)}
+            for maker, nbytes, count in zip(groups.index, groups["sum"], groups["count"], strict=True)
         ],
     }
 
@@ -57,4 +59,4 @@ def growth_per_step(timeline: Timeline) -> list[dict[str, int]]:
 def _kept(timeline: Timeline, event: int) -> Any:
     live = timeline.live(event)
     kept = live[live["category"] == "activation"]
-    return kept.astype({name: str for name in ("op", "line", "module")})
+    return kept.astype({name: str for name in _MAKER})

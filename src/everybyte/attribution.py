@@ -3,7 +3,7 @@
 Modules are followed by PyTorch's global module hooks, so the model is not touched. Backward needs one idea more:
 autograd numbers the nodes of its graph in the order in which they are made (`torch/csrc/autograd/function.h`,
 `sequence_nr`), so the numbers given out between a module's entry and its exit name the nodes that its forward made, and
-a backward op belongs to the module whose forward made its node.
+a backward op belongs to the module, and to the line, whose forward made its node.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
@@ -24,21 +24,17 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.autograd.graph import _engine_run_backward
 from torch.nn.modules import module as _hooks
 from torch.optim import optimizer as _optim
 from torch.utils._pytree import tree_leaves
 
+from .places import LIBRARY, MACHINERY, OWN, called, whose
+
 _TORCH: Final = str(Path(torch.__file__).parent)
 _OURS: Final = str(Path(__file__).parent)
-_MACHINERY: Final = (
-    *(str(Path(_OURS, f"{name}.py")) for name in ("attribution", "cli", "direct", "files", "foreign", "importing")),
-    *(str(Path(_OURS, f"{name}.py")) for name in ("kernels", "loaders", "pretrained")),
-    *(str(Path(_OURS, f"{name}.py")) for name in ("measure", "measure_cuda", "operands", "run", "saved", "script")),
-    *(str(Path(_OURS, f"{name}.py")) for name in ("scalars", "storages", "surface", "torch_cuda", "trace", "values")),
-    *(str(Path(_OURS, folder)) for folder in ("commands", "rules")),
-)
-_NOT_USER: Final = (_TORCH, *_MACHINERY, contextlib.__file__, copy.__file__, "<")
-_STANDARD: Final = str(Path(contextlib.__file__).parent)
+_BACKWARD: Final = _engine_run_backward.__code__
+_NOT_USER: Final = (_TORCH, *MACHINERY, contextlib.__file__, copy.__file__, "<")
 
 _next_sequence_number = torch._C._autograd._get_sequence_nr
 
@@ -70,6 +66,9 @@ class Attribution:
         # Change points: from sequence number `_numbers[i]` on, nodes are made by module `_makers[i]`.
         self._numbers: list[int] = []
         self._makers: list[str] = []
+        # The same for the lines that make them: those below `_upto[i]` and not below the one before, at `_made_at[i]`.
+        self._upto = [_next_sequence_number()]
+        self._made_at = [("", "")]
         self._on_root = on_root
         self._thread = threading.get_ident()  # modules of other threads are not part of the run
         self._roots: list[weakref.ref[nn.Module]] = []  # weak, so that looking keeps no module alive
@@ -89,6 +88,40 @@ class Attribution:
         """The module whose forward made the node with this number."""
         at = bisect_right(self._numbers, sequence_number) - 1
         return self._makers[at] if at >= 0 else ""
+
+    def note_nodes(self) -> None:
+        """Notes which lines of the forward pass have made the nodes that are new."""
+        number = _next_sequence_number()
+        if number == self._upto[-1]:
+            return
+        lines = self.lines()
+        if lines == self._made_at[-1]:
+            self._upto[-1] = number
+        else:
+            self._upto.append(number)
+            self._made_at.append(lines)
+
+    def lines(self, node: Any = None) -> tuple[str, str]:
+        """Where memory is asked for: the innermost line outside of PyTorch, and the innermost of the user's own code.
+
+        In a backward pass they are those of the forward pass which made the node that is running.
+        """
+        frame, line = sys._getframe(1), ""
+        while frame is not None:
+            code = frame.f_code
+            if code is _BACKWARD and node is not None:
+                at = bisect_right(self._upto, node._sequence_nr())
+                made_at, own = self._made_at[at] if at < len(self._made_at) else ("", "")
+                if own:
+                    return line or made_at, own
+            owner = whose(code.co_filename)
+            if owner is OWN or (owner is LIBRARY and not line):
+                found = f"{called(code.co_filename)}:{frame.f_lineno}"
+                line = line or found
+                if owner is OWN:
+                    return line, found
+            frame = frame.f_back
+        return line, ""
 
     def owner(self, parameter: torch.Tensor) -> str:
         """The module a parameter belongs to."""
@@ -187,16 +220,11 @@ def user_frame() -> tuple[str, int]:
 def line_of(error: BaseException) -> str:
     """`file:line` where an exception left the user's code: the innermost of its own frames, else of a library's."""
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{_short(error.filename)}:{error.lineno}"
+        return f"{called(error.filename)}:{error.lineno}"
     frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
     frames = [(filename, line) for filename, line in frames if _is_user_s(filename)]
-    own = [at for at in frames if "site-packages" not in at[0] and not at[0].startswith(_STANDARD)]
-    return next((f"{_short(filename)}:{line}" for filename, line in reversed(own or frames)), "")
-
-
-def innermost_line(frames: Iterable[tuple[str, int]]) -> str:
-    """`file:line` of the first of these that belongs neither to PyTorch nor to our machinery; "" if all do."""
-    return next((f"{_short(filename)}:{line}" for filename, line in frames if filename and _is_user_s(filename)), "")
+    own = [at for at in frames if whose(at[0]) is OWN]
+    return next((f"{called(filename)}:{line}" for filename, line in reversed(own or frames)), "")
 
 
 def is_ours(error: BaseException) -> bool:
@@ -207,7 +235,7 @@ def is_ours(error: BaseException) -> bool:
 def asking_frame() -> FrameType:
     """The innermost running frame that does not belong to our machinery, PyTorch's own Python code included."""
     frame = sys._getframe(1)
-    while frame.f_code.co_filename.startswith(_MACHINERY) and frame.f_back is not None:
+    while frame.f_code.co_filename.startswith(MACHINERY) and frame.f_back is not None:
         frame = frame.f_back
     return frame
 
@@ -217,7 +245,7 @@ def line_of_code_that(holds: Callable[[CodeType], bool]) -> str | None:
     frame = sys._getframe(1)
     while frame is not None:
         if _is_user_s(frame.f_code.co_filename) and holds(frame.f_code):
-            return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
+            return f"{called(frame.f_code.co_filename)}:{frame.f_lineno}"
         frame = frame.f_back
     return None
 
@@ -230,18 +258,4 @@ def _is_user_s(filename: str) -> bool:
 def user_line() -> str:
     """`user_frame` as `file:line`, the same on every machine."""
     filename, line = user_frame()
-    return f"{_short(filename)}:{line}" if filename else ""
-
-
-@cache
-def _short(filename: str) -> str:
-    """A name that is the same on every machine: no folder above the working one, no process id of a notebook kernel."""
-    path = Path(filename)
-    if "ipykernel" in filename:
-        return "notebook"
-    if filename.startswith(_OURS):
-        return f"everybyte/{path.relative_to(_OURS).as_posix()}"
-    try:
-        return path.relative_to(Path.cwd()).as_posix()
-    except ValueError:
-        return path.name
+    return f"{called(filename)}:{line}" if filename else ""

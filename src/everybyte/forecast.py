@@ -20,6 +20,7 @@ from .gpus import GPU
 from .lines import LONGEST_LINE, LONGEST_TABLE, peaks, table
 from .names import alike, printable
 from .otherwise import Found, Seen, compared
+from .places import led_there
 from .script import Failed, Program, Ran
 from .timeline import Timeline
 from .trials import Advice, Trial, Trials
@@ -165,7 +166,7 @@ class Forecast:
             "peak_reserved": needs.peak_reserved,
             "fragmentation": asdict(needs.fragmentation),
             "out_of_memory": verdict.failure and asdict(verdict.failure),
-            "peak": answers.moment(timeline, timeline.peak, "step", "phase", "op", "module", "line"),
+            "peak": answers.moment(timeline, timeline.peak, "step", "phase", "op", "module", "line", "own"),
             **{f"by_{key}": answers.by(timeline, key) for key in ("category", "module", "op", "line")},
             "saved_for_backward": answers.saved_for_backward(timeline),
             "growth_per_step": answers.growth_per_step(timeline),
@@ -239,7 +240,7 @@ def _first(answer: Mapping[str, Any]) -> Iterator[str]:
         yield f"left            {format_bytes(max(least, 0)):>46}  at least, {most:,} B at most"
     peak = answer["peak"]
     at = " in ".join(filter(None, [peak["line"], peak["module"]]))
-    yield printable(f"peak at         {at or peak['op']}")
+    yield printable(f"peak at         {at or peak['op']}{led_there(peak)}", LONGEST_LINE)
     for kind, one in answer["largest"].items():
         more = ""
         if one["next_bytes"]:

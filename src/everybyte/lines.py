@@ -9,6 +9,7 @@ from .names import printable
 from .units import format_bytes
 
 LONGEST_TABLE: Final = 12  # rows
+LONGEST_NAME: Final = 200  # characters in a table
 LONGEST_LINE: Final = 1_000  # characters of an error or a note
 
 
@@ -31,4 +32,4 @@ def table(rows: Iterable[tuple[int, int, str]], most: int = LONGEST_TABLE) -> It
         rows = [*rows[: most - 1], (sum(row[0] for row in rest), sum(row[1] for row in rest), f"{len(rest):,} others")]
     total = sum(nbytes for nbytes, *_ in rows) or 1
     for nbytes, count, name in rows:
-        yield f"  {format_bytes(nbytes):>46}  {nbytes / total:6.1%}  {count:>7,} ×  {printable(name)}"
+        yield f"  {format_bytes(nbytes):>46}  {nbytes / total:6.1%}  {count:>7,} ×  {printable(name, LONGEST_NAME)}"

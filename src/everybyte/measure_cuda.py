@@ -22,8 +22,9 @@ import torch
 from torch.utils._device import DeviceContext, _device_constructors
 
 from .allocator import OutOfMemory
-from .attribution import Attribution, innermost_line
+from .attribution import Attribution
 from .measure import ALLOCATION, Measurement, Reader, uncollected
+from .places import lines_of
 from .rewind import Event
 from .snapshot import Snapshot
 from .surface import made_for_the_host
@@ -178,7 +179,7 @@ class _HistoryReader(Reader):
         super().__init__(attribution, labels, device)
         self.unattributed = self.workspace = self.lost = 0
         self._name, self._events, self._next = device, events, 0
-        self._lines: dict[int, str] = {}  # by identity: a history shares its stacks
+        self._lines: dict[int, tuple[str, str]] = {}  # by identity: a history shares its stacks
         self._positions: Mapping[tuple[bool, int], list[int]] = defaultdict(list)
         requests = any(event.action == "free_requested" for event in events)
         freed = "free_requested" if requests else "free_completed"
@@ -221,7 +222,8 @@ class _HistoryReader(Reader):
     def _record(self, position: int, **whose: str) -> None:
         event = self._events[position]
         if event.action == "alloc":
-            what = {"device": self._name, "stream": event.stream, "line": self._line(event.frames)}
+            line, own = self._lines_of(event.frames)
+            what = {"device": self._name, "stream": event.stream, "line": line, "own": own}
             storage = self._alloc(event.address, event.size, **what, **whose)
             if position in self._workspaces:
                 self.recorder.label(storage, WORKSPACE)
@@ -229,9 +231,9 @@ class _HistoryReader(Reader):
         elif event.action == "free_completed" and self._kept.get(event.address, position) >= position:
             self._free(event.address)
 
-    def _line(self, frames: Sequence[Mapping[str, Any]]) -> str:
+    def _lines_of(self, frames: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
         if id(frames) not in self._lines:
-            self._lines[id(frames)] = innermost_line((frame["filename"], frame["line"]) for frame in frames)
+            self._lines[id(frames)] = lines_of((frame["filename"], frame["line"]) for frame in frames)
         return self._lines[id(frames)]
 
 

@@ -21,6 +21,7 @@ from .allocator import Fragmentation, OutOfMemory
 from .figures import amount, shortened
 from .markup import Markup, join, tag
 from .names import alike
+from .places import led_there
 from .timeline import Timeline
 from .units import format_bytes
 
@@ -108,7 +109,7 @@ def _of_trace(answer: Mapping[str, Any], timeline: Timeline) -> Iterator[Markup]
         _card(answer),
         _facts(
             {
-                "line of the code at the peak": _name(peak["line"]),
+                "line of the code at the peak": _lines(peak),
                 "module": _name(peak["module"], _OUTSIDE),
                 "operation": join(_name(peak["op"]), tag("small", _when(peak))),
                 "peak reserved": _size(answer["peak_reserved"]),
@@ -250,17 +251,17 @@ def _of_recording(answer: Mapping[str, Any], timeline: Timeline) -> Iterator[Mar
     reserved = amount(recorded["peak_reserved"])
     headline = "ran out of memory" if failures else f"peak {amount(recorded['peak_allocated'])}"
     yield join(f"{headline}: {what}")
-    largest = live[0] if live else {"line": "", "op": "", "bytes": 0}
+    largest = live[0] if live else {"line": "", "own": "", "op": "", "bytes": 0}
     facts = {
         "peak allocated": _size(recorded["peak_allocated"]),
         "peak reserved": _size(recorded["peak_reserved"]),
         "line that holds most at the peak": join(
-            _name(largest["line"]), tag("small", f"{largest['op']} {amount(largest['bytes'])}")
+            _lines(largest), tag("small", f"{largest['op']} {amount(largest['bytes'])}")
         ),
     }
     if failures:
         failed = failures[-1]
-        facts = {"line that asked": join(_name(failed["line"]), tag("small", failed["op"]))} | facts
+        facts = {"line that asked": join(_lines(failed), tag("small", failed["op"]))} | facts
     yield tag(
         "header",
         tag(
@@ -280,7 +281,7 @@ def _of_recording(answer: Mapping[str, Any], timeline: Timeline) -> Iterator[Mar
     yield tag("h2", "Live at the peak, by function and line")
     yield _table(
         ("line", "function", "size", "share", "bytes", "allocations"),
-        _with_shares((_name(r["line"], _no_stack(r)), _name(r["op"]), r["bytes"], r["allocations"]) for r in live),
+        _with_shares((_lines(r, _no_stack(r)), _name(r["op"]), r["bytes"], r["allocations"]) for r in live),
         text=(1,),
     )
     yield tag("h2", "Other settings of the allocator")
@@ -336,7 +337,7 @@ def _failure(failed: Mapping[str, Any]) -> Iterator[Markup]:
     held = f"{amount(failed['requested'])} were asked for when {amount(failed['allocated'])} of {room} were allocated: "
     yield tag("p", held, tag("strong", failed["cause"]), ".", class_="lead")
     yield tag("p", _HELPS[failed["cause"]])
-    said = str(OutOfMemory(**{key: value for key, value in failed.items() if key not in ("op", "line")}))
+    said = str(OutOfMemory(**{key: value for key, value in failed.items() if key not in ("op", "line", "own")}))
     yield tag("details", tag("summary", "The request that failed"), tag("p", f"{said}."))
 
 
@@ -394,7 +395,7 @@ def _saved(saved: Mapping[str, Any]) -> Iterator[Markup]:
     rows = [
         (
             _name(row["op"]),
-            _name(row["line"]),
+            _lines(row),
             _name(row["module"]),
             row["bytes"],
             row["storages"],
@@ -481,6 +482,12 @@ def _name(text: str, otherwise: str = "–") -> Markup:
     """A name of code, which may break after a dot, a dash and the like."""
     pieces = re.split(r"(?<=[./_:-])(?=[^./_:-])", shortened(text or otherwise, LONGEST))
     return tag("code", join(*pieces, between="<wbr>")) if text else tag("span", otherwise)
+
+
+def _lines(row: Mapping[str, Any], otherwise: str = "–") -> Markup:
+    """The line that asked for memory, and below it the user's own that led there, where that is another."""
+    line = _name(row["line"], otherwise)
+    return join(line, tag("small", "called from ", _name(row["own"]))) if led_there(row) else line
 
 
 def _facts(facts: Mapping[str, Markup]) -> Markup:

@@ -19,6 +19,7 @@ import pyarrow as pa
 from . import snapshot_file
 from .allocator import Allocator, Fragmentation, OutOfMemory
 from .caching import Segment, SegmentEvent
+from .places import lines_of
 from .rerun import Rerun
 from .rewind import INACTIVE, Event, Recording, Slack, rewind
 from .snapshot_file import RETURNS, TAKES
@@ -248,9 +249,9 @@ class Snapshot:
         """The recording as a timeline: what was live before it in step -1, then a row for each allocation and release.
 
         A block counts until it can be given out again. A recording knows no categories and modules; `op` is the
-        innermost function on the stack, `line` the innermost line outside of PyTorch.
+        innermost function on the stack, `line` the innermost line outside of PyTorch, `own` of the user's own code.
         """
-        rows: list[tuple[Any, ...]] = []  # time, step, action, storage, nbytes, device, stream, op, line
+        rows: list[tuple[Any, ...]] = []  # time, step, action, storage, nbytes, device, stream, op, line, own
         names = Names()
         for device in self.devices:
             recording, events, name = self.recording(device), self.traces.get(device, ()), f"cuda:{device}"
@@ -293,34 +294,36 @@ class Snapshot:
         return stacks
 
 
-_COLUMNS: Final = ("time", "step", "action", "storage", "nbytes", "device", "stream", "op", "line")
+_COLUMNS: Final = ("time", "step", "action", "storage", "nbytes", "device", "stream", "op", "line", "own")
 
 
 class Names:
-    """Who asked for memory: the innermost function on a stack, and the innermost line outside of PyTorch's own files.
+    """Who asked for memory: the innermost function on a stack, and the two lines of `places.lines_of`.
 
-    Stacks and frames are shared in a file, so each is looked at once; texts end where no real name is as long.
+    Of a stack that has none, as PyTorch's own in C++, the line is the innermost. Stacks and frames are shared in a
+    file, so each is looked at once; texts end where no real name is as long.
     """
 
     def __init__(self) -> None:
-        self.of_stacks: dict[int, tuple[str, str]] = {}  # by identity
-        self.of_frames: dict[int, tuple[str, str, bool]] = {}
+        self._of_stacks: dict[int, tuple[str, str, str]] = {}  # by identity
+        self._of_frames: dict[int, tuple[str, str, int]] = {}
 
-    def __call__(self, frames: Sequence[dict]) -> tuple[str, str]:
-        found = self.of_stacks.get(id(frames))
+    def __call__(self, frames: Sequence[dict]) -> tuple[str, str, str]:
+        found = self._of_stacks.get(id(frames))
         if found is None:
-            names = [self.of_frame(frame) for frame in frames] or [("", "", True)]
-            found = names[0][0], next((line for _, line, outside in names if outside), names[0][1])
-            self.of_stacks[id(frames)] = found
+            stack = [self._of_frame(frame) for frame in frames]
+            name, file, number = stack[0] if stack else ("", "", 0)
+            line, own = lines_of((file, number) for _, file, number in stack)
+            found = self._of_stacks[id(frames)] = name, line or (f"{file}:{number}" if file else ""), own
         return found
 
-    def of_frame(self, frame: dict) -> tuple[str, str, bool]:
-        found = self.of_frames.get(id(frame))
+    def _of_frame(self, frame: dict) -> tuple[str, str, int]:
+        found = self._of_frames.get(id(frame))
         if found is None:
             name, file = (_text(frame.get(key)) for key in ("name", "filename"))
             number = frame.get("line")
-            line = f"{file}:{number if isinstance(number, int) and 0 <= number < 2**31 else 0}"
-            found = self.of_frames[id(frame)] = name, line, file.endswith(".py") and "/torch/" not in file
+            number = number if isinstance(number, int) and 0 <= number < 2**31 else 0
+            found = self._of_frames[id(frame)] = name, file, number
         return found
 
 

@@ -259,11 +259,17 @@ def contents(timeline: Timeline, allocator: Allocator | None = None) -> dict[str
 
 
 def _frames_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A stack for the viewer, innermost first: the operation, the module, the user's line."""
-    file, _, line = row["line"].rpartition(":")
-    names = [("", 0, f"{row['op']} {row['shape']} {row['dtype']}".strip()), ("", 0, row["module"])]
-    names.append((file or row["line"], int(line) if line.isdecimal() else 0, row["category"] or row["phase"]))
-    return [{"filename": file, "line": line, "name": name} for file, line, name in names if file or name]
+    """A stack for the viewer, innermost first: the operation, the module, the line, the user's own."""
+    named = [("", f"{row['op']} {row['shape']} {row['dtype']}".strip()), ("", row["module"])]
+    if row["own"] and row["own"] != row["line"]:
+        named.append((f"site-packages/{row['line']}", ""))
+    named.append((row["own"] or row["line"], row["category"] or row["phase"]))
+    return [_frame(place, name) for place, name in named if place or name]
+
+
+def _frame(place: str, name: str) -> dict[str, Any]:
+    file, _, line = place.rpartition(":")
+    return {"filename": file or place, "line": int(line) if line.isdecimal() else 0, "name": name}
 
 
 def _entry(action: str, address: int, size: int, stream: int, time_us: int, frames: list[dict]) -> dict[str, Any]:

@@ -56,7 +56,8 @@ SCHEMA: Final = pa.schema(
         ("category", _TEXT),
         ("shape", _TEXT),  # "[8, 50, 256]"
         ("dtype", _TEXT),
-        ("line", _TEXT),  # the user's file:line
+        ("line", _TEXT),  # file:line outside of PyTorch that asked; in backward, of the forward pass
+        ("own", _TEXT),  # file:line of the user's own code that led there, the same where it is that
     ]
 )
 
@@ -82,6 +83,8 @@ class Timeline:
     """
 
     def __init__(self, table: pa.Table, info: Mapping[str, Any] | None = None) -> None:
+        if "own" not in table.column_names:  # older files
+            table = table.append_column("own", pa.array([""] * len(table), pa.string()))
         missing = [name for name in SCHEMA.names if name not in table.column_names]
         if missing:
             raise ValueError(f"not a timeline: column {missing[0]!r} is missing; a timeline has {SCHEMA.names}")
@@ -187,6 +190,7 @@ class Timeline:
                 "shape": "",
                 "dtype": "",
                 "line": taken["line"],
+                "own": taken.get("own", ""),
             }
             table = pa.concat_tables([table.slice(0, at), pa.Table.from_pylist([row], SCHEMA), table.slice(at)])
             for mark in info.keys() & {"start_event", "end_event"}:
@@ -295,7 +299,7 @@ class Timeline:
         return f"<Timeline {evidence}: {len(self):,} events, peak {self.peak_bytes:,} B>"
 
 
-_OF_STORAGES: Final = ("phase", "nbytes", "device", "stream", "op", "module", "shape", "dtype", "line")
+_OF_STORAGES: Final = ("phase", "nbytes", "device", "stream", "op", "module", "shape", "dtype", "line", "own")
 _PHASE, _NBYTES, _, _STREAM = range(4)
 
 
@@ -332,10 +336,11 @@ class Recorder:
         device: str = "cpu",
         stream: int = 0,
         line: str = "",
+        own: str = "",
     ) -> int:
         """Records an allocation and returns the storage's id."""
         storage = len(self._storages)
-        self._storages.append((self.phase, nbytes, device, stream, op, module, shape, dtype, line))
+        self._storages.append((self.phase, nbytes, device, stream, op, module, shape, dtype, line, own))
         self._events.append(storage)
         self._live.add(storage)
         self.live_bytes += nbytes

@@ -443,6 +443,7 @@ class Trace(Run):
         node = _current_node()
         if (number := -1 if node is None else node._sequence_nr()) != self._number:
             self._at_node(node, number)
+        self.attribution.note_nodes()
         if self._direct.watched is not None:
             self._direct.note(op, args, kwargs)
         caller, caller_node = self._calls[-1] if self._calls else (None, None)
@@ -636,7 +637,7 @@ class Trace(Run):
         recorder.enter_phase(backward=node is not None, optimizer=self._optimizing, module=self.attribution.module)
 
     def _whose(self, node: Any) -> dict[str, Any]:
-        """Module, line and stream that the op running now belongs to."""
+        """Module, lines and stream that the op running now belongs to."""
         module = self.attribution.module
         if module or node is None:
             pass
@@ -644,7 +645,8 @@ class Trace(Run):
             module = self.attribution.owner(node.variable)
         else:
             module = self.attribution.module_of_node(node._sequence_nr())
-        return {"module": module, "line": user_line(), "device": self._device, "stream": self.stream}
+        line, own = self.attribution.lines(node)
+        return {"module": module, "line": line, "own": own, "device": self._device, "stream": self.stream}
 
     def _record_results(self, results: Iterable[torch.Tensor], op: Op, node: Any) -> None:
         """Records the storages among an op's results that are new."""
@@ -670,19 +672,20 @@ class Trace(Run):
                 recorder.label(live[-1][1], "scratch")
         self._record_results(results, op, node)
         if op.multiplies and self.gpu is not None:
-            self._note_workspace(op, args, kwargs, "forward" if node is None else "backward")
+            self._note_workspace(op, args, kwargs, node)
         self._note_room()
         for _, event in reversed(live):  # as C++ destroys what a function holds
             recorder.free(event)
 
-    def _note_workspace(self, op: Op, args: Any, kwargs: Any, thread: str) -> None:
+    def _note_workspace(self, op: Op, args: Any, kwargs: Any, node: Any) -> None:
         """Notes the first product of each thread: autograd's engine has one of its own for the GPU."""
+        thread = "forward" if node is None else "backward"
         if all((library, thread) in self._workspaces for library in self._libraries):
             return
         event = self._storages.recorder.events
         for library, nbytes in workspace.asked(op.func, args, kwargs, self.gpu).items():
             if (library, thread) not in self._workspaces:
-                taken = workspace.Workspace(library, thread, nbytes, event, op.name, user_line())
+                taken = workspace.Workspace(library, thread, nbytes, event, op.name, *self.attribution.lines(node))
                 self._workspaces[library, thread] = taken
 
     def _note_room(self) -> None:

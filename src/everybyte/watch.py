@@ -261,11 +261,12 @@ class Watch:
     @staticmethod
     def _gist(answer: dict[str, Any]) -> str:
         from .figures import amount
+        from .places import led_there
 
         if not answer["out_of_memory"]:
             peak = answer["recorded"]
             return f"peak {amount(peak['peak_allocated'])} allocated, {amount(peak['peak_reserved'])} reserved"
         failed = answer["out_of_memory"][-1]
         held = f"{amount(failed['allocated'])} of {amount(failed['reserved'] + failed['free'])} allocated"
-        who = f" by {failed['line']}" if failed["line"] else ""
+        who = f" by {failed['line']}{led_there(failed)}" if failed["line"] else ""
         return f"out of memory, {failed['cause']}: {amount(failed['requested'])} asked for{who}, {held}"

@@ -82,7 +82,8 @@ class Workspace:
         nbytes: Its size.
         event: The event of the timeline that it comes before.
         op: The product that asked for it.
-        line: The user's line of that product.
+        line: The line of that product, outside of PyTorch.
+        own: The line of the user's own code that led there.
     """
 
     library: str
@@ -91,6 +92,7 @@ class Workspace:
     event: int
     op: str
     line: str
+    own: str = ""
 
     def __str__(self) -> str:
         kept = "kept by the thread of the forward pass" if self.thread == "forward" else "kept by autograd's thread"
