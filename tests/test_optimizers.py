@@ -1,5 +1,7 @@
 """Optimizers, scalers of losses and clipping of gradients: their state and what they allocate on the way."""
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
@@ -23,6 +25,7 @@ OPTIMIZERS = {
 }
 FUSED = [name for name, (kind, _) in OPTIMIZERS.items() if kind is not torch.optim.RMSprop]
 WAYS = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+ADAGRAD_IS_FUSED_ON_GPUS = "cuda_unsupported" not in inspect.getsource(torch.optim.Adagrad._init_group)  # not in 2.11
 
 
 def steps(run, name, count=2, **options):
@@ -61,7 +64,11 @@ def test_a_step_allocates_on_either_device_what_it_really_allocates_on_the_host(
     host = traced("cpu", name, **options)
     assert allocations(host) == allocations(run.timeline)
     assert host.without("scratch").peak_bytes == run.timeline.without("scratch").peak_bytes
-    assert allocations(traced("cuda", name, **options)) == allocations(host)
+    if name == "adagrad" and way == "fused" and not ADAGRAD_IS_FUSED_ON_GPUS:
+        with pytest.raises(RuntimeError, match="supported devices"):
+            traced("cuda", name, **options)
+    else:
+        assert allocations(traced("cuda", name, **options)) == allocations(host)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +112,7 @@ def test_counters_are_on_the_gpu_where_the_kernel_reads_them_there():
             ("adam", {"fused": True}, True),
             ("adam", {"capturable": True}, True),
             ("adam", {}, False),
-            ("adagrad", {"fused": True}, True),
+            *([("adagrad", {"fused": True}, True)] if ADAGRAD_IS_FUSED_ON_GPUS else []),
         ):
             state = steps(run, name, count=1, **options).state
             assert {s["step"].is_cuda for s in state.values()} == {on_gpu}, (name, options)

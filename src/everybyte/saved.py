@@ -294,15 +294,27 @@ def _held_by(frame: Any, seen: set[_CheckpointFrame]) -> Iterator[tuple[str, tor
     if not isinstance(frame, _CheckpointFrame) or frame in seen:
         return
     seen.add(frame)
-    for argument in frame.saved_args:
+    for argument in _arguments(frame):
         if isinstance(argument, torch._C._autograd.SavedTensor):
             yield from (("input", tensor) for tensor in _in(argument.data))
             yield from _held_by(_surroundings(argument.unpack_hook).get("frame"), seen)  # a segment in a segment
         else:
             yield from (("input", tensor) for tensor in _in(argument))
     around = _surroundings(frame.recompute_fn)
-    yield from (("input", tensor) for tensor in _in([around["kwargs"], list(_surroundings(around["fn"]).values())]))
+    named = around.get("kwargs"), list(_surroundings(around["fn"]).values())
+    yield from (("input", tensor) for tensor in _in(named))
     yield from (("random state", tensor) for tensor in _in(around.get("fwd_cpu_state")))
+
+
+def _arguments(frame: _CheckpointFrame) -> list[Any]:
+    """The arguments of a checkpointed function, tensors packed; up to 2.11 a node of their own holds them."""
+    if hasattr(frame, "saved_args"):
+        return frame.saved_args
+    node = getattr(frame.input_saver, "grad_fn", None)
+    if node is None:
+        return []
+    _, *packed = node._raw_saved_tensors  # the first is there so that the node is
+    return [*packed, *_surroundings(node.get_args)["args"]]
 
 
 def _raw(node: Any) -> Iterator[tuple[str, Any]]:

@@ -94,7 +94,7 @@ def _attention_choice(query: Any, key: Any, value: Any, mask: Any, dropout: floa
 def lstm(input: Any, *rest: Any) -> Any:
     """An LSTM as oneDNN runs it, one call a layer and direction (`ATen/native/mkldnn/RNN.cpp`, `mkldnn_rnn`).
 
-    oneDNN takes no projection and no double precision, and of packed sequences those of one length
+    oneDNN takes no projection and no double precision, and of packed sequences those of one length, from 2.12 on
     (`ATen/native/RNN.cpp`, `lstm`); the cells then run one by one.
     """
     is_packed = not isinstance(rest[0], (tuple, list))
@@ -108,7 +108,7 @@ def lstm(input: Any, *rest: Any) -> Any:
     by_cells = per_layer > (4 if has_biases else 2) or input.dtype not in _onednn_dtypes() or input.numel() == 0
     if is_packed:
         steps, b = len(sizes), int(sizes[0])
-        if by_cells or input.shape[0] != steps * b:
+        if by_cells or not _PACKED_AT_ONCE or input.shape[0] != steps * b:
             return torch.lstm(input, *rest)
         output, *states = lstm(input.view(steps, b, -1), *rest[1:], False)
         return output.view(steps * b, -1), *states
@@ -275,6 +275,7 @@ for _function, _cell in ((torch.gru, _gru_cell), (torch.rnn_tanh, _tanh_cell), (
 REMARKS: Final[dict[Any, Function]] = {}
 """Function of torch's Python face -> a function of the same arguments: what the user should know of the call."""
 
+_PACKED_AT_ONCE: Final = torch.__version__ >= (2, 12)
 _PACKED: Final = (
     "packed sequences of several lengths: the products of the input are traced step by step, where a real run makes "
     "them at once"
@@ -284,7 +285,9 @@ _PACKED: Final = (
 @stating(REMARKS, torch.lstm)
 def lstm_remark(input: Any, sizes: Any, *rest: Any) -> str | None:
     """Sequences of several lengths, packed, go by another form of the cells than on the host."""
-    return _PACKED if torch.is_tensor(sizes) and input.shape[0] != len(sizes) * int(sizes[0]) else None
+    if not torch.is_tensor(sizes) or (_PACKED_AT_ONCE and input.shape[0] == len(sizes) * int(sizes[0])):
+        return None
+    return _PACKED if _PACKED_AT_ONCE else _PACKED.replace(" of several lengths", "")
 
 
 @stating(REMARKS, torch.gru, torch.rnn_tanh, torch.rnn_relu)
