@@ -25,7 +25,8 @@ class Seen:
         world: Its name.
         timeline: The run, up to where it ended.
         ended: As `script.Ran` says; "" if it failed.
-        why: Why no trace can say what comes there; "" where it ended, or by an error of its own.
+        why: Why it failed.
+        is_own: Whether by an error of its own, after it was answered: other values than these may spare it that.
         word: The verdict, of this run alone.
         peak_allocated: Whole blocks, with workspaces.
         decisions: What comparisons and conditions came to, by their lines (`Trace.decisions`).
@@ -36,16 +37,17 @@ class Seen:
     timeline: Timeline
     ended: str
     why: str
+    is_own: bool
     word: str
     peak_allocated: int
     decisions: Mapping[str, set[Any]]
     not_covered: set[str]
 
     @classmethod
-    def of(cls, world: str, run: Any, verdict: Verdict, ended: str, why: str = "") -> Self:
+    def of(cls, world: str, run: Any, verdict: Verdict, ended: str, why: str = "", is_own: bool = False) -> Self:
         """That of a trace that is over."""
         peak = verdict.replay.peak_allocated
-        return cls(world, run.timeline, ended, why, verdict.word, peak, run.decisions, run.not_covered)
+        return cls(world, run.timeline, ended, why, is_own, verdict.word, peak, run.decisions, run.not_covered)
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,11 @@ def compared(base: Seen, others: Sequence[Seen] = (), again: Callable[[], Seen] 
             reasons.append(f"the values that no trace knows decide what is allocated from {where} on: {way}")
     elif all(len(outcomes - {None}) > 1 for outcomes in lines.values()):
         way = f"either way it peaks at {peak}"
-    reasons += [f"with other values {seen.why}" for seen in others if seen.why][:1]
+    failed = [seen for seen in others if not seen.ended]
+    if foreign := [seen for seen in failed if not seen.is_own]:
+        reasons.append(f"with other values {foreign[0].why}")
+    elif others and len(failed) == len(others) and not parts:
+        reasons.append(f"with other values {failed[0].why}; nobody knows what would come then")
     not_covered = base.not_covered.union(*(seen.not_covered for seen in others))
     return Found(others, [*lines], parts, [*doubts(not_covered, lines, way), *reasons], remarks)
 

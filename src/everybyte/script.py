@@ -19,7 +19,7 @@ import re
 import runpy
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, chdir, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from importlib.util import module_from_spec, spec_from_file_location
@@ -173,10 +173,14 @@ class Program:
 
     @contextmanager
     def _as_main(self) -> Iterator[None]:
-        """Modules beside the script, or in the working folder, can be imported; it sees its own arguments alone."""
+        """Modules beside the script, or in the working folder, can be imported; it sees its own arguments alone.
+
+        Wherever it goes, afterwards the working folder is what it was.
+        """
         file = self.target if self.is_script else self.target.rpartition(":")[0]
         folder = str(Path(file).resolve().parent if file.endswith(".py") else Path.cwd())
         with (
+            chdir("."),
             mock.patch.object(sys, "path", [folder, *sys.path]),
             mock.patch.object(sys, "argv", [file, *self.arguments]),
         ):
@@ -422,14 +426,25 @@ def _failed(error: BaseException, run: Run, is_script: bool) -> Failed:
         )
     elif not ours:
         message = f"{type(error).__name__}: {message}"
+    elsewhere = bool(getattr(run, "conditional", ()))  # who knows whether a real run comes there
+    if answered := not (ours or elsewhere) and isinstance(error, _OF_VALUES) and _has_answered(run):
+        message += "; the numbers that stand for what no trace knows may be why"
     if line and not re.match(r"\S+:\d+: ", message):
         message = f"{line}: {message}"
-    elsewhere = bool(getattr(run, "conditional", ()))  # who knows whether a real run comes there
-    return Failed(message, is_untraceable(error) or elsewhere, run)
+    return Failed(message, is_untraceable(error) or elsewhere or answered, run)
+
+
+_OF_VALUES: Final = (ArithmeticError, AssertionError, LookupError, ValueError)
+"""What code raises that meets a value it does not expect."""
+
+
+def _has_answered(run: Run) -> bool:
+    """Whether the program has asked for a value that nobody knows."""
+    return isinstance(run, Trace) and run.answers.asked > 0
 
 
 def is_untraceable(error: BaseException | None) -> bool:
     """Whether an error is that a trace does not know, or no rule covers, what a program does there."""
-    return isinstance(error, DataDependentShape) or (
-        isinstance(error, NotImplementedError) and attribution.is_ours(error)
-    )
+    ours = isinstance(error, NotImplementedError) and attribution.is_ours(error)
+    no_memory = isinstance(error, (BufferError, NotImplementedError, RuntimeError)) and "on meta" in str(error)
+    return ours or isinstance(error, DataDependentShape) or no_memory or "'meta' device" in str(error)

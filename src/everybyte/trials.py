@@ -90,7 +90,7 @@ class TooLong(BaseException):
 
 def seen_in(world: str, program: Program, gpu: GPU, seconds: float) -> Seen:
     """Traces a program in a world (`everybyte.worlds`), in this process, which is then of no other use."""
-    ended = why = ""
+    ended, why, is_own = "", "", False
     try:
         with same_draws(), _at_most(seconds):
             ran = program.trace(gpu, changes=[_answering(world)])
@@ -101,8 +101,10 @@ def seen_in(world: str, program: Program, gpu: GPU, seconds: float) -> Seen:
             why = f"it does not end within {seconds:.0f} seconds"
         elif is_untraceable(error.__cause__):
             why = f"it comes to what cannot be traced: {error}"
+        else:
+            why, is_own = f"it fails: {error}", run.answers.asked > 0
     verdict = judge(run.timeline.with_workspaces(), gpu, goes_on=not ended.endswith("end"))
-    return Seen.of(world, run, verdict, ended, why)
+    return Seen.of(world, run, verdict, ended, why, is_own)
 
 
 @contextmanager

@@ -37,18 +37,16 @@ class World:
     slope: float
 
 
-def _mixed(k: int) -> bool:
+def _mixed(k: int) -> int:
     """The sequence of Thue and Morse: numbers that are asked for in pairs or threes are large and small in turn."""
-    return bool(k.bit_count() & 1)
+    return k.bit_count() & 1
 
 
 ZEROS: Final = World("zeros", lambda k: 0.0, lambda k: 0, 0.0)
 LARGE: Final = World("large", lambda k: 2.0**20 * (2 - 1 / (k + 1)), lambda k: 1000 + k, 0.25)
 RISING: Final = World("rising", lambda k: 700 - 200 / (k + 1), lambda k: 1, 0.0)  # exp(700) is still a number
 FALLING: Final = World("falling", lambda k: 1 / (k + 2), lambda k: 1, -0.5)
-MIXED: Final = World(
-    "mixed", lambda k: (FALLING if _mixed(k) else RISING).fraction(k), lambda k: int(_mixed(k)), -0.125
-)
+MIXED: Final = World("mixed", lambda k: 1 / (k + 2) if _mixed(k) else 2.0 ** (k % 8 + 1), _mixed, -0.125)
 WORLDS: Final = {world.name: world for world in (ZEROS, LARGE, RISING, FALLING, MIXED)}
 
 OTHERS: Final = ("large", "falling", "mixed")
