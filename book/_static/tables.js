@@ -6,13 +6,16 @@ document.addEventListener("DOMContentLoaded", () => {
   const numeric = /^[-+−]?[\d.,  ]+(e[-+]?\d+)?\s*(%|B|[kMGT]i?B)?$|^(NaN|None|nan|inf|–|—)?$/;
 
   for (const cell of document.querySelectorAll("article tbody td, article tbody th")) {
-    const word = cell.textContent.trim();
-    if (word === "<NA>") cell.textContent = "–";
-    if (!evidence.has(word)) continue;
-    const chip = document.createElement("span");
-    chip.className = `evidence evidence-${word}`;
-    chip.textContent = word;
-    cell.replaceChildren(chip);
+    const words = cell.textContent.trim().split(", ");
+    if (words[0] === "<NA>") cell.textContent = "–";
+    if (!words.every((word) => evidence.has(word))) continue;
+    const chips = words.map((word) => {
+      const chip = document.createElement("span");
+      chip.className = `evidence evidence-${word}`;
+      chip.textContent = word;
+      return chip;
+    });
+    cell.replaceChildren(...chips.flatMap((chip, i) => (i ? [" ", chip] : [chip])));
   }
 
   for (const table of document.querySelectorAll("article table.dataframe")) {
