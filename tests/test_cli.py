@@ -244,7 +244,9 @@ def test_what_is_larger_than_the_gpu_does_not_fit_and_what_would_help_is_said(sc
     found = json.loads(out)
     assert (code, found["verdict"], found["out_of_memory"]["cause"]) == (1, "does not fit", "demand")
     assert found["peak_allocated"] >= found["peak_requested"] == 20 * 10**9
-    assert err.splitlines()[-1].startswith("everybyte: does not fit on NVIDIA RTX A4000: out of memory at event 0")
+    place = at("return lambda kept=torch.empty(20 * 10**9")
+    asked = f"20,000,000,000 B (20.000 GB, 18.626 GiB) asked for by empty at {place}, but 0 B"
+    assert err.splitlines()[-1].startswith(f"everybyte: does not fit on NVIDIA RTX A4000: out of memory: {asked}")
     assert run(*TRACE, f"{script}:large", "--gpu", "a100-80gb")[0] == 0
 
 

@@ -273,7 +273,7 @@ def test_under_a_framework_a_recording_names_the_library_s_line_and_the_user_s_o
     shown = "".join(Reader(out.read_text(encoding="utf-8")).texts["code"])
     assert line in shown and own in shown
     main(["snapshot", str(path)])
-    assert f"asked for by {line} linear, called from {own}." in capsys.readouterr().out
+    assert f"asked for by linear at {line}, called from {own}, but" in capsys.readouterr().out
 
 
 def test_a_timeline_written_as_a_recording_keeps_both_lines(tmp_path):

@@ -18,6 +18,7 @@ from streams import sizes, timeline, timelines
 from torch import nn
 
 import everybyte as eb
+from everybyte.account import Account
 from everybyte.allocator import Allocator
 from everybyte.caching import DEFAULT_POOL
 from everybyte.rewind import INACTIVE
@@ -593,3 +594,67 @@ def test_an_allocation_that_fails_is_written_as_out_of_memory(tmp_path):
     assert [event["action"] for event in events][-2:] == ["segment_free", "oom"]
     assert events[-1]["device_free"] == 80 * MiB
     assert eb.Snapshot.read(path).compare().exact
+
+
+# -- what another size would have done ---------------------------------------------------------------------------------
+
+
+class Upwards:
+    """A driver whose segments lie at rising addresses, as the library's."""
+
+    def random(self):
+        return 1.0
+
+
+def _play(gpu, requests):
+    """How many of the requests (bytes, or minus the place of one that is given back) a GPU serves."""
+    live = {}
+    for done, request in enumerate(requests):
+        if request > 0:
+            live[done] = gpu.malloc(request)
+            if live[done] is None:
+                return done
+        else:
+            gpu.free(live[-request])
+    return len(requests)
+
+
+def _requests(rng):
+    """Requests of a random program whose memory grows until no card holds it."""
+    sizes = [rng.randint(*rng.choice([(1, MiB), (MiB, 10 * MiB), (10 * MiB, 60 * MiB)])) for _ in range(6)]
+    requests, live = [rng.choice(sizes)], []  # the first one stays, for it has no minus
+    while sum(size for size in requests if size > 0) < 4_000 * MiB:
+        if live and rng.random() < 0.4:
+            requests.append(-live.pop(rng.randrange(len(live))))
+        else:
+            live.append(len(requests))
+            requests.append(rng.choice(sizes))
+    return requests
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("seed", range(25))
+def test_whether_a_larger_card_would_have_done_is_as_if_the_program_had_run_there(tmp_path, seed, expandable):
+    rng = random.Random(seed)
+    requests, total = _requests(rng), rng.randrange(100, 300) * MiB
+    gpu = SimulatedGpu(Upwards(), total, expandable=expandable)
+    failed = _play(gpu, requests)
+    assert gpu.events[-1]["action"] == "oom", "the program fills the card"
+    path = dump(tmp_path, gpu.snapshot(0))
+    sizes = [total + more * MiB for more in (0, 1, 2, 8, 20, 40, 80)]
+    account = Account.read(path, what_if=[{"total": size} for size in sizes])
+    really = [_play(SimulatedGpu(Upwards(), size, expandable=expandable), requests) > failed for size in sizes]
+    assert [answer["out_of_memory"] is None for answer in account.answer["what_if"]] == really
+    assert not really[0] and account.answer["replayed"]["out_of_memory"] is not None
+    assert account.answer["room"] == total
+
+
+def test_what_a_request_that_failed_needed_counts_it(tmp_path):
+    gpu = SimulatedGpu(Upwards(), 100 * MiB)
+    for size in (30 * MiB, 60 * MiB, 30 * MiB):
+        gpu.malloc(size)
+    account = Account.read(dump(tmp_path, gpu.snapshot(0)), what_if=[{"total": 118 * MiB}, {"total": 120 * MiB}])
+    (failure,) = account.comparison.out_of_memory
+    assert (failure.needed, failure.room) == (120 * MiB, 100 * MiB)
+    assert [answer["out_of_memory"] is None for answer in account.answer["what_if"]] == [False, True]
+    assert account.answer["recorded"]["peak_requested"] == 90 * MiB  # what was refused was never there

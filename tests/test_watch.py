@@ -119,7 +119,7 @@ def test_running_out_leaves_the_snapshot_of_that_moment_and_says_who_asked(watch
     assert (failed["requested"], failed["line"], failed["cause"]) == (30 * MiB, "train.py:4", "demand")
     assert answer["run"]["ended"] == f"OutOfMemoryError: {MESSAGE}"
     text = (watched.folder / "out-of-memory.txt").read_text()
-    assert "asked for by train.py:4 forward" in text
+    assert "asked for by forward at train.py:4, but" in text
     assert "ran out of memory" in (watched.folder / "out-of-memory.html").read_text()
 
 

@@ -10,18 +10,16 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from . import schema, workspace
 from .allocator import Allocator, Replay
 from .lines import LONGEST_LINE, peaks, table
 from .names import printable
 from .places import led_there
-from .snapshot import Comparison, Names, Snapshot
+from .snapshot import WHO, Comparison, Snapshot
 from .timeline import Timeline
 from .units import format_bytes
-
-_WHO: Final = ("op", "line", "own")
 
 
 @dataclass(frozen=True)
@@ -61,12 +59,12 @@ class Account:
         comparison = snapshot.compare(device)
         timeline = snapshot.timeline.on(f"cuda:{device}")
         scenarios = what_if or [{"expandable_segments": not snapshot.settings.get("expandable_segments", False)}]
+        room = comparison.out_of_memory[-1].room if comparison.out_of_memory else None
+        demanded = snapshot.demanded.on(f"cuda:{device}")
         replays = [
-            (others, Allocator(**{**snapshot.settings, **others}).replay(timeline)) for others in ({}, *scenarios)
+            (others, _allocator({**snapshot.settings, **others}, room).replay(demanded)) for others in ({}, *scenarios)
         ]
         found = comparison.as_dict()
-        for failure in found["out_of_memory"]:
-            failure["op"], failure["line"], failure["own"] = Names()(snapshot.traces[device][failure["event"]].frames)
         answer = {
             "schema": schema.VERSION,
             "file": os.fsencode(path).decode("utf-8", "replace"),
@@ -77,6 +75,7 @@ class Account:
             **found,
             "fragmentation": found["fragmentation"][0] if found["fragmentation"] else None,
             "live_at_peak": _live_at_peak(timeline),
+            "room": room,
             "replayed": _replay_as_dict({}, replays[0][1]),
             "what_if": [_replay_as_dict(what_if, replay) for what_if, replay in replays[1:]],
         }
@@ -95,32 +94,47 @@ class Account:
         yield self.comparison.explain()
         for fragmentation in self.comparison.fragmentation:
             yield f"When most was reserved: {fragmentation}."
-        for failure, row in zip(self.comparison.out_of_memory[-1:], self.answer["out_of_memory"][-1:], strict=True):
-            who = _who(row) if row["op"] or row["line"] else ""
-            yield f"In the recording: {failure}{printable(who and f', asked for by {who}', LONGEST_LINE)}."
+        for failure in self.comparison.out_of_memory[-1:]:
+            yield printable(f"In the recording: {failure}.", LONGEST_LINE)
             if len(self.comparison.out_of_memory) > 1:
                 yield f"Before it, {len(self.comparison.out_of_memory) - 1:,} other requests failed."
         yield ""
         yield f"Live at the peak of what was requested, {sum(row['allocations'] for row in rows):,} allocations:"
         yield from table((row["bytes"], row["allocations"], _who(row)) for row in rows)
         yield ""
-        yield "The same allocations on an empty GPU would peak at:"
+        yield f"{replayed(self.answer['room'])}:"
         for what_if, replay in self.replays:
             settings = ", ".join(f"{name}={value}" for name, value in what_if.items()) or "the recording's settings"
             reserved = f"{format_bytes(replay.peak_reserved)} reserved, {format_bytes(replay.peak_allocated)} allocated"
-            yield f"  {settings}: {reserved}{f'; {replay.out_of_memory}' if replay.out_of_memory else ''}"
+            ends = replay.out_of_memory or ("it holds them" if self.answer["room"] else "")
+            yield printable(f"  {settings}: {reserved}{ends and f'; {ends}'}", LONGEST_LINE)
+
+
+def _allocator(settings: Mapping[str, Any], room: int | None) -> Allocator:
+    """An allocator of these settings, and of the recording's memory where they do not say how much there is."""
+    return Allocator(**settings if settings.keys() & {"total", "gpu"} else {"total": room, **settings})
+
+
+def replayed(room: int | None) -> str:
+    """What replays are of; `room` is the memory that did not do, None where it did."""
+    if room is None:
+        return "The same allocations on an empty GPU would peak at"
+    return (
+        f"The same allocations, those that failed too, on an empty GPU of {format_bytes(room)} unless another size is "
+        "named, would peak at"
+    )
 
 
 def _live_at_peak(timeline: Timeline) -> list[dict[str, Any]]:
     """Who holds the peak, largest first: by function and lines; what has no stack by its size."""
     if not len(timeline):
         return []
-    live = timeline.live(timeline.peak).astype({name: str for name in _WHO})
+    live = timeline.live(timeline.peak).astype({name: str for name in WHO})
     live["each"] = live["nbytes"].where((live["op"] == "") & (live["line"] == ""), 0)
-    groups = live.groupby([*_WHO, "each"])["nbytes"].agg(["sum", "count"])
+    groups = live.groupby([*WHO, "each"])["nbytes"].agg(["sum", "count"])
     groups = groups.sort_values("sum", ascending=False, kind="stable")
     return [
-        {**dict(zip(_WHO, who, strict=False)), "bytes": int(nbytes), "allocations": int(count)}
+        {**dict(zip(WHO, who, strict=False)), "bytes": int(nbytes), "allocations": int(count)}
         for who, nbytes, count in zip(groups.index, groups["sum"], groups["count"], strict=True)
     ]
 

@@ -21,8 +21,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from . import gpus, workspace
-from .caching import DEFAULT_POOL, SMALL_SIZE, UNLIMITED, Block, DeviceAllocator, Segment, SegmentEvent
+from .caching import DEFAULT_POOL, SMALL_SEGMENT, SMALL_SIZE, UNLIMITED, Block, DeviceAllocator, Segment, SegmentEvent
 from .gpus import GPU
+from .places import led_there
 from .timeline import Timeline
 from .units import MiB, format_bytes, parse_bytes, round_up
 
@@ -80,6 +81,7 @@ class OutOfMemory:
         cause: "demand" if the live blocks and the request exceed the memory however they lie, "limit" if the driver had
             enough and the process was refused it (its own fraction, in a recording), else "fragmentation".
         needed: What the whole timeline comes to at its fullest, each request rounded: less memory than this never does.
+        op, line, own: Who asked, as in the timeline; "" where nobody knows.
     """
 
     event: int
@@ -94,10 +96,20 @@ class OutOfMemory:
     live_bytes: int
     cause: str
     needed: int
+    op: str = ""
+    line: str = ""
+    own: str = ""
+
+    @property
+    def room(self) -> int:
+        """The memory with which the request failed: of what a limit refused, less than was asked for."""
+        return self.reserved + (self.segment - 1 if self.cause == "limit" else self.free)
 
     def __str__(self) -> str:
         limit = self.reserved + self.free
-        asked = f"out of memory at event {self.event}: {format_bytes(self.requested)} asked for, "
+        by, at = self.op and f" by {self.op}", self.line and f" at {self.line}{led_there(vars(self))}"
+        when = "" if by or at else f" at event {self.event:,}"
+        asked = f"out of memory{when}: {format_bytes(self.requested)} asked for{by}{at}, "
         if self.cause == "demand":
             return asked + (
                 f"but {format_bytes(self.allocated)} of {format_bytes(limit)} are allocated already: demand, not "
@@ -337,6 +349,8 @@ class Allocator:
                 if block is None:
                     free = min(model.total, model.allowed) - model.reserved
                     failed = out_of_memory(model, event, nbytes, stream, free=free, needed=int(rounded.max()))
+                    who = rows.slice(event, 1).select(["op", "line", "own"]).to_pylist()[0]
+                    failed = replace(failed, **{name: text or "" for name, text in who.items()})
                     break
                 blocks[storage] = block
             addresses.append(block.address if block else 0)
@@ -398,6 +412,8 @@ def out_of_memory(
     """Why a request failed, of which all else is known. `free` and `needed` are as in `OutOfMemory`."""
     size = model.round_size(requested)
     pool, segment = model.get_pool(DEFAULT_POOL, size <= SMALL_SIZE), model.get_allocation_size(size)
+    if model.expandable_segments:  # whole pages, at most so many
+        segment = round_up(size, SMALL_SEGMENT if size <= SMALL_SIZE else model.large_segment)
     cause = "fragmentation"
     held = [(s, [b.size for b in s.blocks if b.state != "inactive"]) for s in model.segments()]
     wasteful, live = max((entry for entry in held if entry[1]), key=lambda e: e[0].size - sum(e[1]), default=(None, []))

@@ -17,6 +17,7 @@ from importlib import resources
 from typing import Any, Final
 
 from . import figures, otherwise, svg
+from .account import replayed
 from .allocator import Fragmentation, OutOfMemory
 from .figures import amount, shortened
 from .markup import Markup, join, tag
@@ -285,7 +286,7 @@ def _of_recording(answer: Mapping[str, Any], timeline: Timeline) -> Iterator[Mar
         text=(1,),
     )
     yield tag("h2", "Other settings of the allocator")
-    yield tag("p", "The same allocations on an empty GPU would peak at:")
+    yield tag("p", f"{replayed(answer.get('room'))}:")
     rows = []
     for replay in (answer["replayed"], *answer["what_if"]):
         settings = ", ".join(f"{name}={value}" for name, value in replay["settings"].items()) or "the recording's own"
@@ -337,8 +338,7 @@ def _failure(failed: Mapping[str, Any]) -> Iterator[Markup]:
     held = f"{amount(failed['requested'])} were asked for when {amount(failed['allocated'])} of {room} were allocated: "
     yield tag("p", held, tag("strong", failed["cause"]), ".", class_="lead")
     yield tag("p", _HELPS[failed["cause"]])
-    said = str(OutOfMemory(**{key: value for key, value in failed.items() if key not in ("op", "line", "own")}))
-    yield tag("details", tag("summary", "The request that failed"), tag("p", f"{said}."))
+    yield tag("details", tag("summary", "The request that failed"), tag("p", f"{OutOfMemory(**failed)}."))
 
 
 # -- parts of both -----------------------------------------------------------------------------------------------------

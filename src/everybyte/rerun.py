@@ -182,7 +182,7 @@ class Rerun:
                 self.address_mismatches += block.address != address
                 rounded += rules.round_size(size)
             elif action == "oom":  # its address is what the driver had left
-                needed = int(recording.rounded.max())
+                needed = max(int(recording.rounded.max()), rounded + rules.round_size(size))
                 self.out_of_memory.append(out_of_memory(rules, i, size, stream, free=address, needed=needed))
             elif address in blocks:
                 block = blocks[address]

@@ -8,7 +8,7 @@ rules (`caching`) run from there, and says whether they put each allocation wher
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
@@ -220,9 +220,10 @@ class Snapshot:
         return sum(parts[1:], parts[0]) if parts else Comparison(_NOTHING, _NOTHING, 0, 0, 0, 0, 0, (), (), (), (), ())
 
     def _compare(self, device: int) -> Comparison:
-        events, recording = self.traces.get(device, ()), self.recording(device)
+        events, recording, names = self.traces.get(device, ()), self.recording(device), Names()
         run = Rerun(self.allocator, recording)
         run.play(events)
+        asked_by = (dict(zip(WHO, names(events[failed.event].frames), strict=True)) for failed in run.out_of_memory)
         driver = [(i, SegmentEvent(*event[:4])) for i, event in enumerate(events) if event.action in TAKES + RETURNS]
         pairs = zip_longest(driver, run.rules.segment_events, fillvalue=(len(events), None))
         wrong = [event for (event, recorded), modelled in pairs if recorded != modelled]
@@ -237,7 +238,9 @@ class Snapshot:
             undetermined=tuple(slack for slack in recording.slacks if len(slack.possible) > 1),
             contradictions=recording.contradictions,
             fragmentation=(run.fragmentation,),
-            out_of_memory=tuple(run.out_of_memory),
+            out_of_memory=tuple(
+                replace(failed, **who) for failed, who in zip(run.out_of_memory, asked_by, strict=True)
+            ),
             left_out=_left_out(
                 events, min([*run.differences, *wrong[:1]], default=None), recording, self.settings_told
             ),
@@ -251,6 +254,14 @@ class Snapshot:
         A block counts until it can be given out again. A recording knows no categories and modules; `op` is the
         innermost function on the stack, `line` the innermost line outside of PyTorch, `own` of the user's own code.
         """
+        return self._timeline(with_refused=False)
+
+    @cached_property
+    def demanded(self) -> Timeline:
+        """The same with the requests that failed, each given back at once: what it would have taken to go on."""
+        return self._timeline(with_refused=True)
+
+    def _timeline(self, with_refused: bool) -> Timeline:
         rows: list[tuple[Any, ...]] = []  # time, step, action, storage, nbytes, device, stream, op, line, own
         names = Names()
         for device in self.devices:
@@ -269,6 +280,9 @@ class Snapshot:
                     what = (len(rows), event.size, name, event.stream, *names(event.frames))
                     live[event.address] = what
                     rows.append((*when, "alloc", *what))
+                elif event.action == "oom" and with_refused:
+                    what = (len(rows), event.size, name, event.stream, *names(event.frames))
+                    rows += (*when, "alloc", *what), (*when, "free", *what)
                 elif i in recording.releases and event.address in live:
                     rows.append((*when, "free", *live.pop(event.address)))
         rows.sort(key=lambda row: row[0])  # stable: devices are interleaved by time, each keeps its order
@@ -294,7 +308,8 @@ class Snapshot:
         return stacks
 
 
-_COLUMNS: Final = ("time", "step", "action", "storage", "nbytes", "device", "stream", "op", "line", "own")
+WHO: Final = ("op", "line", "own")
+_COLUMNS: Final = ("time", "step", "action", "storage", "nbytes", "device", "stream", *WHO)
 
 
 class Names:
