@@ -215,10 +215,12 @@ def test_out_of_memory_is_a_result_with_the_numbers_of_the_message_and_the_timel
     with eb.measure(device="cuda") as run:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 MiB.")
     sizes = timeline.frame()["nbytes"].tolist()
-    assert run.out_of_memory == replace(expected, needed=run.out_of_memory.needed)
+    found = run.out_of_memory
+    assert found == replace(expected, needed=found.needed, op=found.op)
+    assert found.op.startswith(f"{expected.op} [") and found.line == expected.line != ""
     assert run.timeline.frame()["nbytes"].tolist() == sizes[: expected.event]
     assert expected.requested == sizes[expected.event]
-    assert run.out_of_memory.needed == timeline.rounded(512).live_bytes[: expected.event].max()
+    assert found.needed == timeline.rounded(512).live_bytes[: expected.event + 1].max()  # the request itself counts
     assert run.timeline.info["out_of_memory"]["requested"] == expected.requested
     assert not gpu.history_on
 
