@@ -227,7 +227,10 @@ def _elsewhere(program: Program, gpu: GPU, base: Seen, seconds: float) -> Found:
             return trials.worlds(base, seconds)
     except (BrokenExecutor, EOFError):
         found = compared(base, ())
-        killed = "whether values that no trace knows decide what is allocated is not known: a process was killed"
+        killed = (
+            "whether values that no trace knows decide what is allocated is not known: the process that tries others was "
+            "killed, or ended itself"
+        )
         return replace(found, doubts=[*found.doubts, killed])
 
 

@@ -79,6 +79,10 @@ def trace(
         >>> run.timeline.by("category")["nbytes"]["parameter"].item()  # 4 x 8 weights and 8 biases of 4 bytes
         160
 
+    A value that nobody knows, a loss for example, reads as zero. Where it decides a branch, `Trace.conditional` names the
+    line; but not where C code has made another number of it before, `math.exp(loss.item()) < 10` for one. To find what
+    such a branch changes takes more than one run: `everybyte trace` and `everybyte.forecast` do that.
+
     Args:
         rules: Whose kernels' rules the trace follows; "cpu" or "cuda". Under "cuda" new tensors are put on the GPU, as
             under `with torch.device("cuda")`; what is put on the host explicitly is not counted (and if it is large, as
