@@ -77,6 +77,9 @@ LOST = {
     "pandas": "decided = pd.Series([loss.item()]).mean() < 10",
     "a host tensor": "losses[step] = loss.item()\ndecided = losses.mean() < best",
     "a host tensor, from the device": "losses[step] = loss.detach()\ndecided = losses.mean().item() < best",
+    "a host tensor, filled": "losses.fill_(loss.detach())\ndecided = losses.numpy().mean() < best",
+    "a host tensor, at an index": "losses[torch.tensor([1])] = loss.detach()\ndecided = math.exp(losses[1]) < 10",
+    "a host tensor, masked": "losses[losses < 9] = loss.detach()\ndecided = math.exp(losses[1]) < 10",
     "a host tensor, stacked": "decided = torch.tensor([loss.item()] * 2).mean() < best",
     "the device and back": "t = torch.tensor(loss.item(), device='cuda')\ndecided = t.item() < 10",
     "an index": "decided = names[out[0].argmax().item()] == 'a'",
@@ -88,7 +91,7 @@ LOST = {
     "best so far": "history.append(loss.item())\ndecided = np.argmin(history) == step",
     "a time": "e = [torch.cuda.Event(enable_timing=True) for _ in 'ab']\ne[0].record(); e[1].record()\n"
     "decided = np.median([e[0].elapsed_time(e[1])]) < 10",
-    "two at once": "accuracy, error = [float(at) for at in out[0, :2].detach()]\ndecided = not (accuracy > 0.9) or error > 0.6",
+    "two at once": "accuracy, error = map(float, out[0, :2].detach())\ndecided = not (accuracy > 0.9) or error > 0.6",
 }
 
 
@@ -108,13 +111,15 @@ def test_a_number_that_is_lost_and_decides_what_is_allocated_is_found(how, taken
     assert where in found.verdict.why and "with others" in found.verdict.why
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize(
     "body",
     [
         "print(f'{loss.item():.3f}', math.exp(loss.item()))",
         "history.append(math.exp(loss.item()))\nif min(history) == history[-1]: print('best')",
         "losses[step] = loss.item()\nbest = min(best, float(losses.mean()))",
-        "if math.isnan(float(loss.detach().cpu())): kept = torch.empty(2**28, device='cuda')",
+        "if math.isnan(loss.detach().cpu().item()): kept = torch.empty(2**28, device='cuda')",
+        "with torch.autograd.detect_anomaly(): model(x).mean().backward()\nprint(math.exp(loss.item()))",
         "if not torch.isfinite(loss): raise ValueError('diverged')",
         "nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)",
         "torch.zeros(8, device='cuda') if math.exp(loss.item()) < 3 else torch.ones(8, device='cuda')",

@@ -228,8 +228,8 @@ def _elsewhere(program: Program, gpu: GPU, base: Seen, seconds: float) -> Found:
     except (BrokenExecutor, EOFError):
         found = compared(base, ())
         killed = (
-            "whether values that no trace knows decide what is allocated is not known: the process that tries others was "
-            "killed, or ended itself"
+            "whether values that no trace knows decide what is allocated is not known: the process that tries others "
+            "was killed, or ended itself"
         )
         return replace(found, doubts=[*found.doubts, killed])
 

@@ -51,12 +51,15 @@ _HEALTHY: Final = {
     **dict.fromkeys((torch.isnan, torch.Tensor.isnan, torch.isinf, torch.Tensor.isinf), False),
 }
 """Question -> its answer for every number of a training run that goes well; data that is brought in may hold others."""
+_TAKES_A_NUMBER: Final = frozenset({"fill_", "index_fill_", "index_put_", "_index_put_impl_", "masked_fill_"})
+"""Ops by which a tensor on the host takes a number from the device: PyTorch reads it for that."""
 _BY_SHAPE: Final = frozenset(
     f"{name}_like" for name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
 ) | frozenset(f"new_{name}" for name in ("empty", "empty_strided", "zeros", "ones", "full"))
 """Ops that need no value of their argument."""
 _REJECTS: Final = torch.nn.init._no_grad_trunc_normal_.__code__
 """Draws numbers anew, those out of bounds, while there are any."""
+_BACKWARD: Final = torch.autograd.graph._engine_run_backward.__code__
 _NO_META_KERNEL: Final = ("no fake impl registered", "INTERNAL ASSERT FAILED")
 _ACCUMULATE_GRAD: Final = torch._C._functions.AccumulateGrad
 _is_inference = torch.is_inference_mode_enabled
@@ -79,9 +82,9 @@ def trace(
         >>> run.timeline.by("category")["nbytes"]["parameter"].item()  # 4 x 8 weights and 8 biases of 4 bytes
         160
 
-    A value that nobody knows, a loss for example, reads as zero. Where it decides a branch, `Trace.conditional` names the
-    line; but not where C code has made another number of it before, `math.exp(loss.item()) < 10` for one. To find what
-    such a branch changes takes more than one run: `everybyte trace` and `everybyte.forecast` do that.
+    A value that nobody knows, a loss for example, reads as zero. Where it decides a branch, `Trace.conditional` names
+    the line; but not where C code has made another number of it before, `math.exp(loss.item()) < 10` for one. To find
+    what such a branch changes takes more than one run: `everybyte trace` and `everybyte.forecast` do that.
 
     Args:
         rules: Whose kernels' rules the trace follows; "cpu" or "cuda". Under "cuda" new tensors are put on the GPU, as
@@ -494,6 +497,8 @@ class Trace(Run):
             if op.func is PACK:
                 args, key = (args[0], self._lengths(args[1]), *args[2:]), None
         if 0 < of_host < len(tensors) and op.func is not PACK:
+            if op.name in _TAKES_A_NUMBER and not self.counts(args[0]):
+                return self._fill(op, args[0])
             args, kwargs = self._meet(op, tensors, args, kwargs)
             tensors, of_host, key = op.plan.look(args, kwargs)
         return self._run(op, op.plan.returned(key), args, kwargs, tensors, key, node, from_python)
@@ -792,6 +797,9 @@ class Trace(Run):
                 return type(_zeros(tensor).item())(passing)
             if tensor.dtype == torch.bool and (frame := asking_frame()).f_code is _REJECTS:
                 return self._rejects(frame)
+            if tensor.dtype == torch.bool and frame.f_code is _BACKWARD and torch.is_anomaly_enabled():
+                self.unknown_reads.append(UnknownRead(user_line(), "item"))
+                return False  # whether a gradient holds NaNs
             answer = self.answers.fill(_zeros(tensor)).item()
         self.unknown_reads.append(UnknownRead(user_line(), "item"))
         if tensor.dtype == torch.bool:

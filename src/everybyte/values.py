@@ -318,6 +318,7 @@ def _ranges(node: ast.AST) -> list[ast.AST]:
 
 def _is_used(filename: str, lineno: int, places: Callable[[ast.AST], list[ast.AST]]) -> bool:
     """Whether a line lies in one of the places of its function, or assigns a name that one of them uses."""
+    linecache.checkcache(filename)
     try:
         tree = ast.parse("".join(linecache.getlines(filename)))
     except (SyntaxError, ValueError):
