@@ -40,9 +40,9 @@ class Op:
     composed: bool  # the rules have it run as the ops that it is made of
     special: bool  # `Trace.on_op` treats it in a way of its own
     is_view: bool  # of its first argument, and takes no other tensor
-    scratch: Callable[..., Iterable[int]] | None  # of the rules
+    scratch: Callable[..., Iterable[int | None]] | None  # of the rules
     scratch_first: bool
-    made_last: int | None  # which of its results
+    made_in: tuple[int, ...] | None  # the order of its results, if it is not theirs
     is_named: bool  # takes what no rule derives, or is not covered
     multiplies: bool  # and asks for a workspace
     takes_more: bool  # scratch, or one of these
@@ -51,15 +51,14 @@ class Op:
     def as_made(self, out: Any) -> tuple[Any, ...]:
         """Its results in the order in which the kernel makes them."""
         results = tuple(out) if isinstance(out, (tuple, list)) else (out,)
-        i = self.made_last
-        return results if i is None else (*results[:i], *results[i + 1 :], results[i])
+        return results if self.made_in is None else tuple(results[i] for i in self.made_in)
 
     @classmethod
     def of(cls, func: Any, rules: Rules) -> Self:
         schema, tags = func._schema, func.tags
         name, arguments = schema.name.split("::")[1], list(enumerate(schema.arguments))
         resizes = "resize" in name or name.startswith("set_")
-        scratch = rules.scratch.get(func)
+        scratch = rules.scratch.get(func) or rules.iterated(func)
         is_named = func in rules.left_out or func in rules.not_covered
         takes_more = scratch is not None or is_named or str(func) in workspace.PRODUCTS
         plan, special = Plan(func, rules), func in SPECIAL
@@ -82,7 +81,7 @@ class Op:
             is_view=aliases and takes_tensors == [0] and not (schema.is_mutable or special or takes_more),
             scratch=scratch,
             scratch_first=takes_more and func in rules.scratch_first,
-            made_last=rules.made_last.get(func),
+            made_in=rules.made_in.get(func),
             is_named=is_named,
             multiplies=str(func) in workspace.PRODUCTS,
             takes_more=takes_more,

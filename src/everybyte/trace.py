@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import cache, partial
+from itertools import islice
 from typing import Any, Final, Self
 
 import torch
@@ -672,9 +673,11 @@ class Trace(Run):
         """Records what the kernel allocates for itself, results that it makes after that, and that it gives it back."""
         if op.is_named:
             self._note_left_out(op.func, args, kwargs)
-        recorder, live = self._storages.recorder, []
+        recorder, live, results = self._storages.recorder, [], iter(results)
         for nbytes in op.scratch(*args, **kwargs) if op.scratch is not None else ():
-            if nbytes < 0:  # gives one back before the others
+            if nbytes is None:
+                self._record_results(islice(results, 1), op, node)
+            elif nbytes < 0:  # gives one back before the others
                 recorder.free(live.pop(next(i for i, (size, _) in enumerate(live) if size == -nbytes))[1])
             elif nbytes > 0:
                 live.append((nbytes, recorder.alloc(nbytes, op=op.name, **self._whose(node))))

@@ -27,8 +27,10 @@ class Rules:
         functions: Function of torch's Python face -> a function of the same arguments that takes the device's path.
         scratch: Op -> a function of the same arguments: the sizes in bytes of what its kernel allocates for itself, in
             order; all of it is given back before the kernel returns, and -n says that n bytes are given back earlier.
-        scratch_first: Ops whose kernel allocates it before its results; the others' do after them.
-        made_last: Op of several results -> which of them its kernel makes after the others.
+        iterated: The same for pointwise ops: op -> such a function, or None.
+        scratch_first: Ops whose kernel allocates it before its results, or where None stands among the sizes before one
+            of these; the others' do after them.
+        made_in: Op of several results -> the order in which its kernel makes them, if it is not theirs.
         remarks: Function of torch's Python face -> a function of the same arguments: what the user should know of the
             call, or None.
         left_out: Op or function -> memory that it takes beside what is traced and that no rule derives: its name, or a
@@ -43,9 +45,10 @@ class Rules:
     device: torch.device
     kernels: Mapping[Any, Function]
     functions: Mapping[Any, Function]
-    scratch: Mapping[Any, Callable[..., Iterable[int]]] = field(default_factory=dict)
+    scratch: Mapping[Any, Callable[..., Iterable[int | None]]] = field(default_factory=dict)
+    iterated: Callable[[Any], Callable[..., Iterable[int]] | None] = lambda op: None
     scratch_first: frozenset[Any] = frozenset()
-    made_last: Mapping[Any, int] = field(default_factory=dict)
+    made_in: Mapping[Any, tuple[int, ...]] = field(default_factory=dict)
     remarks: Mapping[Any, Callable[..., str | None]] = field(default_factory=dict)
     left_out: Mapping[Any, str | Callable[..., str | None]] = field(default_factory=dict)
     composed: frozenset[Any] = frozenset()

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
 from ..units import round_up
-from . import autocast
+from . import asked, autocast, cpu_scratch
 from .base import Function, Rules, stating
 from .dtypes import check_attention
 from .layout import iterated_strides
@@ -105,7 +105,7 @@ def lstm(input: Any, *rest: Any) -> Any:
         (hx, cx), weights, has_biases, num_layers, dropout, train, bidirectional, batch_first = rest
     hidden, directions = hx.shape[-1], 2 if bidirectional else 1
     per_layer = len(weights) // (num_layers * directions)
-    by_cells = per_layer > (4 if has_biases else 2) or input.dtype not in _onednn_dtypes() or input.numel() == 0
+    by_cells = per_layer > (4 if has_biases else 2) or input.dtype not in _asked_dtypes() or input.numel() == 0
     if is_packed:
         steps, b = len(sizes), int(sizes[0])
         if by_cells or not _PACKED_AT_ONCE or input.shape[0] != steps * b:
@@ -142,7 +142,7 @@ _LSTM: Final = 2  # `torch/csrc/api/include/torch/nn/options/rnn.h`
 
 
 @cache
-def _onednn_dtypes() -> frozenset[torch.dtype]:
+def _asked_dtypes() -> frozenset[torch.dtype]:
     """The dtypes in which oneDNN runs an LSTM on this processor (`ATen/native/RNN.cpp`, `use_mkldnn`)."""
     if not torch.backends.mkldnn.is_available():
         return frozenset()
@@ -491,6 +491,35 @@ def max_pool1d(input: Any, *args: Any, **kwargs: Any) -> Any:
     return input.new_empty(shape)
 
 
+class _GroupNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, input: Any, weight: Any, bias: Any, groups: int, eps: float) -> Any:
+        context.sizes = (*input.shape[:2], input.shape[2:].numel(), groups)
+        out, mean, rstd = torch.native_group_norm(input, weight, bias, *context.sizes, eps)
+        context.save_for_backward(input, weight, mean, rstd)
+        return out
+
+    @staticmethod
+    def backward(context: Any, gradient: Any) -> Any:
+        input, weight, mean, rstd = context.saved_tensors
+        gradient = gradient.contiguous(memory_format=suggest_memory_format(input))
+        needed = context.needs_input_grad[:3]
+        made = aten.native_group_norm_backward(gradient, input, mean, rstd, weight, *context.sizes, needed)
+        return *made, None, None
+
+
+@stating(FUNCTIONS, torch.group_norm)
+def group_norm(input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *rest: Any) -> Any:
+    """In the input's own layout, channels last too, there and back; meta makes all contiguous.
+
+    `ATen/native/group_norm.cpp`, and `native_group_norm` in `tools/autograd/derivatives.yaml`.
+    """
+    layout = suggest_memory_format(input)
+    if layout is torch.contiguous_format:
+        return torch.group_norm(input, num_groups, weight, bias, eps, *rest)
+    return _GroupNorm.apply(input.contiguous(memory_format=layout), weight, bias, num_groups, eps)
+
+
 # -- one kernel in evaluation ------------------------------------------------------------------------------------------
 
 
@@ -523,9 +552,25 @@ def fused_step(*args: Any, **kwargs: Any) -> None:
     """All in place, in one kernel (`ATen/native/FusedSGD.cpp`, `FusedAdagrad.cpp`, and their kernels for CUDA)."""
 
 
-MADE_LAST: Final = {aten.convolution_backward.default: 1}
-"""The weight's gradient, after the bias's (`ATen/native/mkldnn/Conv.cpp`, `ConvolutionMM2d.cpp`)."""
+MADE_IN: Final = {
+    aten.convolution_backward.default: (0, 2, 1),  # `ATen/native/mkldnn/Conv.cpp`, `ConvolutionMM2d.cpp`
+    aten.native_batch_norm_backward.default: (1, 2, 0),  # `ATen/native/Normalization.cpp`
+    aten.mkldnn_rnn_layer_backward.default: (0, 5, 6, 1, 2, 3, 4),  # `ATen/native/mkldnn/RNN.cpp`
+}
+"""Op -> the order in which its kernel makes its results."""
+
+_ASKED: Final = {op: asked.scratch(op, cpu_scratch.SCRATCH.get(op)) for op in asked.FIRST}
 
 RULES: Final = Rules(
-    "cpu", torch.device("cpu"), KERNELS, FUNCTIONS, made_last=MADE_LAST, remarks=REMARKS, autocast=autocast.CPU
+    "cpu",
+    torch.device("cpu"),
+    KERNELS,
+    FUNCTIONS,
+    scratch={**cpu_scratch.SCRATCH, **_ASKED},
+    iterated=cpu_scratch.iterated,
+    scratch_first=asked.FIRST | cpu_scratch.FIRST,
+    made_in=MADE_IN,
+    remarks=REMARKS,
+    left_out={op: asked.left_out(op) for op in asked.FIRST},
+    autocast=autocast.CPU,
 )
