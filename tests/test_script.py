@@ -482,5 +482,6 @@ def test_what_a_script_saves_is_not_written_and_it_goes_on(script, tmp_path):
     with pytest.raises(
         Failed, match=r"No such file or directory: new\.pt; what the code saves is not written"
     ) as failed:
-        script(SAVING + "torch.load(sys.argv[1])\n", "new.pt").trace()
+        script(SAVING + "open(sys.argv[1], 'rb')\n", "new.pt").trace()
     assert failed.value.cannot_say
+    script(SAVING + "assert torch.load(sys.argv[1])['weight'].shape == (8, 8)\n", "new.pt").trace()

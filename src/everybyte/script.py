@@ -191,7 +191,8 @@ class Program:
         unsaved: list[str] = []
         counter = _Steps(run, self.steps) if self.phase == "train" else _Batches(run, self.steps, self.phase)
         ended = "the script's end"
-        with counter.counted(), unwritten(lambda: unsaved.append(attribution.user_line())):
+        kept = getattr(run, "kept", None)
+        with counter.counted(), unwritten(kept, lambda: unsaved.append(attribution.user_line())):
             try:
                 _called(lambda: runpy.run_path(self.target, run_name="__main__"))
             except Enough:

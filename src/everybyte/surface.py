@@ -247,7 +247,7 @@ class Surface(TorchFunctionMode):
     def _to(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensor, *rest = args
         if rest and isinstance(rest[0], torch.Tensor):  # to(other): to its device and its dtype
-            rest = [self._place(rest[0]), rest[0].dtype, *rest[1:]]
+            rest = [self.place(rest[0]), rest[0].dtype, *rest[1:]]
         first = rest[0] if rest and not isinstance(rest[0], torch.dtype) else None
         named = first if first is not None else kwargs.get("device")
         if named is None:
@@ -259,8 +259,8 @@ class Surface(TorchFunctionMode):
             return self._run.call(func, (tensor, *(here if value is named else value for value in rest)), others)
 
         if self._device(named) == META:
-            return converted(tensor if self._place(tensor) == META else self._run.outline(tensor, META))
-        if self._place(tensor) == META:
+            return converted(tensor if self.place(tensor) == META else self._run.outline(tensor, META))
+        if self.place(tensor) == META:
             raise RuntimeError(f"{user_line()}: Cannot copy out of meta tensor; no data! Use Module.to_empty() instead")
         traced = tensor.is_meta and self._outlines.device(tensor) is None
         if not self._is_own(named):
@@ -275,7 +275,7 @@ class Surface(TorchFunctionMode):
             )
         return self._run.adopt(converted(tensor), "_to_copy")  # converted on the host: `ATen/native/cuda/Copy.cu`
 
-    def _place(self, tensor: torch.Tensor) -> torch.device:
+    def place(self, tensor: torch.Tensor) -> torch.device:
         """The device that a tensor says it is on."""
         return (self._outlines.device(tensor) or self._rules.device) if tensor.is_meta else tensor.device
 

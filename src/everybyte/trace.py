@@ -20,7 +20,7 @@ from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 
-from . import foreign, gpus, loaders, pretrained, snapshot_file, values, workspace
+from . import checkpoints, foreign, gpus, loaders, pretrained, snapshot_file, values, workspace
 from .attribution import Attribution, asking_frame, line_of_code_that, storage_of, user_frame, user_line
 from .direct import HOST, Direct, Known
 from .files import guarded
@@ -135,6 +135,7 @@ class Trace(Run):
         left_out: Memory that kernels of the run take beside what is traced, workspaces for example, and that no rule
             derives.
         remarks: What is worth knowing of single calls, with their lines.
+        kept: What the code has saved, which is written to no file.
     """
 
     def __init__(self, rules: Rules, gpu: GPU | None = None, default: torch.device | None = None) -> None:
@@ -156,6 +157,7 @@ class Trace(Run):
         self.left_out: set[str] = set()
         self.remarks: list[str] = []
         self._known = KnownValues()
+        self.kept = checkpoints.Kept(self, lambda tensor: self._surface.place(tensor))
         self._finite = True  # all numbers that were brought in
         self._rejected = 0  # how often in the call under way
         self._autocast = Autocast(
