@@ -378,11 +378,22 @@ def test_a_kernel_that_no_rule_knows_is_named(script):
     ],
 )
 def test_a_package_s_kernel_is_refused_where_it_is_used_not_where_it_is_imported(
-    script, tmp_path, monkeypatch, package, code, use, why
+    script, tmp_path, monkeypatch, request, package, code, use, why
 ):
     """The packages are stand-ins, of the real ones' names: those need a GPU to be installed at all."""
-    for name in [name for name in sys.modules if name.split(".")[0] == package.split("/")[0]]:
+
+    def imported():
+        return [name for name in sys.modules if name.split(".")[0] == package.split("/")[0]]
+
+    for name in imported():
         monkeypatch.delitem(sys.modules, name)
+
+    def forget():  # or PyTorch takes them for real
+        for name in imported():
+            del sys.modules[name]
+        torch.utils._triton.has_triton_package.cache_clear()
+
+    request.addfinalizer(forget)
     path = tmp_path / f"{package}.py"
     path.parent.mkdir(parents=True)
     for folder in path.relative_to(tmp_path).parents[:-1]:

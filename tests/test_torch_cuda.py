@@ -10,7 +10,7 @@ import warnings
 from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 from unittest import mock
 
 import pytest
@@ -465,7 +465,8 @@ def test_saving_a_traced_tensor_is_refused_before_an_older_file_is_touched(tmp_p
 
 
 def test_safetensors_writes_no_traced_tensor_either(monkeypatch):
-    safetensors = SimpleNamespace(_flatten=lambda tensors: tensors)
+    safetensors = ModuleType("safetensors.torch")
+    safetensors._flatten, safetensors.safe_open = lambda tensors: tensors, None
     monkeypatch.setitem(sys.modules, "safetensors.torch", safetensors)
     with eb.trace(rules="cuda"):
         assert safetensors._flatten({"host": on_host(2)})["host"].is_cpu
