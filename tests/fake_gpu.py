@@ -64,6 +64,7 @@ class FakeGPU:
                     total_memory=self.total, major=8, minor=6, multi_processor_count=48, L2_cache_size=4 * 2**20
                 ),
                 "get_allocator_backend": lambda: "native",
+                "is_current_stream_capturing": lambda: False,
                 "memory_snapshot": lambda: self.snapshot()["segments"],
             },
             torch.cuda.memory: {"_snapshot": self.snapshot, "_record_memory_history": self.record},

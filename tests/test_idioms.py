@@ -286,7 +286,7 @@ def packed(run, lengths):
         out.sum().backward()
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 12), reason="up to 2.11 they run step by step, as those of several lengths")
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="up to 2.12 they run step by step, as those of several lengths")
 def test_packed_sequences_of_one_length_run_as_if_they_were_not_packed():
     assert assert_agree(lambda run: packed(run, [5, 5, 5])).remarks == []
 

@@ -164,6 +164,7 @@ def test_what_comes_back_from_the_gpu_can_be_computed_with_on_the_host(run):
     assert run.timeline.peak_bytes == 4 * 512 * 1000
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="up to 2.11 trunc_normal_ draws once, in place")
 def test_drawing_anew_what_is_out_of_bounds_is_no_branch_and_takes_its_most_memory_from_the_second_time_on(run):
     nn.init.trunc_normal_(large())
     assert not run.timeline.peak_bytes

@@ -93,12 +93,13 @@ def test_workspaces_are_in_no_timeline_that_was_not_asked_to_have_them():
             model(x).sum().backward()
     t = run.timeline
     both = t.with_workspaces()
-    assert both.peak_bytes == t.peak_bytes + 2 * 32 * MiB
+    lt = MiB if torch.__version__ < (2, 12) else 0  # cuBLASLt's own, which then shares cuBLAS's
+    assert both.peak_bytes == t.peak_bytes + 2 * 32 * MiB + lt
     assert both.start_bytes == t.start_bytes
-    assert both.info["end_event"] == len(both) == len(t) + 2
+    assert both.info["end_event"] == len(both) == len(t) + 2 + bool(lt)
     assert events(both.without("workspace")) == events(t)
-    assert both.by("category").loc["workspace", "nbytes"] == 2 * 32 * MiB
-    assert eb.report.composition(both).loc["workspace", "storages"] == 2
+    assert both.by("category").loc["workspace", "nbytes"] == 2 * 32 * MiB + lt
+    assert eb.report.composition(both).loc["workspace", "storages"] == 2 + bool(lt)
     assert len(both.with_workspaces()) == len(both)
     assert both.table["storage"].to_pylist().count(len(t) * 2) == 1  # a number of its own
 

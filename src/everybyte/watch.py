@@ -20,7 +20,7 @@ import runpy
 import sys
 import time
 from collections.abc import Callable
-from importlib import metadata, util
+from importlib import util
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any, Final
@@ -237,7 +237,9 @@ class Watch:
             "ended": "without an error" if ended_with is None else f"{type(ended_with).__name__}: {ended_with}"[:1_000],
             "failures": self.failures,
             "most_events": self.events,
-            "torch": metadata.version("torch"),
+            "torch": str(
+                torch.__version__
+            ),  # with the CUDA that it is built for, which the package's own does not name
             "gpus": self._timed(peaks) or [],
         }
 

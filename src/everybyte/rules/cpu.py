@@ -94,7 +94,7 @@ def _attention_choice(query: Any, key: Any, value: Any, mask: Any, dropout: floa
 def lstm(input: Any, *rest: Any) -> Any:
     """An LSTM as oneDNN runs it, one call a layer and direction (`ATen/native/mkldnn/RNN.cpp`, `mkldnn_rnn`).
 
-    oneDNN takes no projection and no double precision, and of packed sequences those of one length, from 2.12 on
+    oneDNN takes no projection and no double precision, and of packed sequences those of one length, from 2.13 on
     (`ATen/native/RNN.cpp`, `lstm`); the cells then run one by one.
     """
     is_packed = not isinstance(rest[0], (tuple, list))
@@ -275,7 +275,7 @@ for _function, _cell in ((torch.gru, _gru_cell), (torch.rnn_tanh, _tanh_cell), (
 REMARKS: Final[dict[Any, Function]] = {}
 """Function of torch's Python face -> a function of the same arguments: what the user should know of the call."""
 
-_PACKED_AT_ONCE: Final = torch.__version__ >= (2, 12)
+_PACKED_AT_ONCE: Final = torch.__version__ >= (2, 13)
 _PACKED: Final = (
     "packed sequences of several lengths: the products of the input are traced step by step, where a real run makes "
     "them at once"

@@ -18,6 +18,8 @@ ALIKE: Final[dict[Any, tuple[int, ...]]] = {
     # `ATen/native/LinearAlgebra.cpp`, `Blas.cpp`; `ATen/native/cuda/Blas.cpp`
     aten.mm.default: (0, 1),
     aten.addmm.default: (0, 1, 2),
+    aten.bmm.default: (0, 1),  # the meta device's own check is not in 2.11
+    aten.baddbmm.default: (0, 1, 2),
     aten.mv.default: (0, 1),
     aten.addmv.default: (0, 1, 2),
     aten.convolution.default: (0, 1, 2),  # `ATen/native/Convolution.cpp`, `check_input_same_type_as_parameters`
