@@ -5,6 +5,7 @@ Each run of a framework has a process of its own, as on the command line: framew
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import multiprocessing
 import os
@@ -388,12 +389,8 @@ def test_a_package_s_kernel_is_refused_where_it_is_used_not_where_it_is_imported
     for name in imported():
         monkeypatch.delitem(sys.modules, name)
 
-    def forget():  # or PyTorch takes them for real
-        for name in imported():
-            del sys.modules[name]
-        torch.utils._triton.has_triton_package.cache_clear()
-
-    request.addfinalizer(forget)
+    importlib.import_module("torch._inductor.compile_fx")  # PyTorch looks for the real ones before
+    request.addfinalizer(lambda: [sys.modules.pop(name) for name in imported()])
     path = tmp_path / f"{package}.py"
     path.parent.mkdir(parents=True)
     for folder in path.relative_to(tmp_path).parents[:-1]:
