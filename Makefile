@@ -4,6 +4,7 @@ PYTHON ?= python3
 PORT ?= 8000
 JOBS ?= 2
 PYTEST_ARGS ?=
+VERSIONS ?= 2.11.0 2.12.0 2.14.1
 ANSWERS ?= yes
 
 VENV := .venv
@@ -21,10 +22,10 @@ export PYDEVD_DISABLE_FILE_VALIDATION := 1
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup book html test refresh train recordings sweeps screenshots serve clean
+.PHONY: help setup book html test test-versions refresh train recordings sweeps screenshots serve clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "  PYTHON=python3.12 chooses the interpreter that .venv is made from; PORT=8080 where 'serve' listens,"
 	@echo "  JOBS=4 how many notebooks or tests run at a time, ANSWERS=no leaves the answers to the exercises out of the pages."
@@ -67,6 +68,21 @@ test: $(TESTABLE)  ## what CI runs: lint, tests, every notebook, a clean build
 		--nbval-cell-timeout 300 $(PYTEST_ARGS) tests notebooks
 	@echo "3/3  pytest: every notebook from start to end, timed"
 	@$(PYTEST) -m alone $(PYTEST_ARGS) tests/book
+
+test-versions:  ## the library's tests under other versions of PyTorch, an environment of several GB each in _build: VERSIONS="2.11.0 2.14.1"
+	@set -e; for version in $(VERSIONS); do \
+		there=_build/torch-$$version; \
+		if ! test -f $$there/.installed; then \
+			$(PYTHON) -m venv $$there; \
+			sed -e "s/^torch==[^ ]*/torch==$$version/" -e '/^setuptools==/d' -e '/^wheel==/d' \
+				requirements.txt requirements-test.txt > $$there/requirements.txt; \
+			$$there/bin/python -m pip install --disable-pip-version-check -r $$there/requirements.txt; \
+			touch $$there/.installed; \
+		fi; \
+		echo "PyTorch $$version"; \
+		EVERYBYTE_DEVICE=cpu PYTHONPATH=src OMP_NUM_THREADS=1 $$there/bin/python -m pytest -n $(JOBS) --dist loadfile \
+			-m "not alone" --ignore tests/book $(PYTEST_ARGS) tests; \
+	done
 
 refresh: $(INSTALLED)  ## re-execute the notebooks and store their outputs and the pages of claims and formulas: the only target that writes notebooks
 	@$(PRESS) refresh

@@ -45,7 +45,7 @@ def test_the_lists_hold_every_op_that_pytorch_s_own_autocast_knows(device, lists
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("aten::") and torch._C._dispatch_has_kernel_for_dispatch_key(name, f"Autocast{device}")
     }
-    of_named_tensors = {name for name in known if "imname" in name or "names" in name}  # until 2.11
+    of_named_tensors = {name for name in known if "imname" in name or "names" in name}  # until 2.12
     of_other_builds = {"_cudnn_rnn"} if device == "CUDA" else set()
     assert set(lists) == known - of_named_tensors | of_other_builds
 

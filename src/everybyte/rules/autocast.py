@@ -109,7 +109,7 @@ def flattened(autocast: Autocast, op: Any, args: Any, kwargs: Any) -> Call:
 def _table(device: str, lists: Mapping[Policy, str]) -> dict[str, Policy]:
     """Op -> policy, of those ops that this version's autocast knows: they come and go.
 
-    Builds without cuDNN do not know its recurrent layers. Ops of named tensors, which 2.12 gave up, are not traced.
+    Builds without cuDNN do not know its recurrent layers. Ops of named tensors, which 2.13 gave up, are not traced.
     """
     named = {name: policy for policy, names in lists.items() for name in names.split()}
     known = {name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if _has(name, device)}
