@@ -120,6 +120,7 @@ def test_a_number_that_is_lost_and_decides_what_is_allocated_is_found(how, taken
         "losses[step] = loss.item()\nbest = min(best, float(losses.mean()))",
         "if math.isnan(loss.detach().cpu().item()): kept = torch.empty(2**28, device='cuda')",
         "with torch.autograd.detect_anomaly(): model(x).mean().backward()\nprint(math.exp(loss.item()))",
+        "json.dumps([loss.item()], indent=1)\nnumber = loss.item()\nif number != number: raise ValueError('NaN')",
         "if not torch.isfinite(loss): raise ValueError('diverged')",
         "nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)",
         "torch.zeros(8, device='cuda') if math.exp(loss.item()) < 3 else torch.ones(8, device='cuda')",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import dis
 import linecache
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -76,7 +77,8 @@ def _stand_in(base: type) -> type:
     def telling(name: str) -> Callable[..., Any]:
         def method(self: Any, *args: Any) -> Any:
             result = getattr(base, name)(self, *args)
-            self.decided(result)
+            if not (name in ("__eq__", "__ne__") and _asks_whether_finite(self, *args)):
+                self.decided(result)
             return result
 
         return method
@@ -111,6 +113,11 @@ def _stand_in(base: type) -> type:
     methods |= {f"__{name}__": passing_on(f"__{name}__") for name in arithmetic}
     methods["decided"] = staticmethod(lambda result: None)  # of one made by its type, of what has been told already
     return type(f"Unknown{base.__name__.title()}", (base,), {**methods, "__hash__": base.__hash__})
+
+
+def _asks_whether_finite(number: float, other: Any) -> bool:
+    """Whether a comparison tells NaN or infinity from all other numbers, as before a number is written as JSON."""
+    return other is number or (isinstance(other, float) and math.isinf(other))
 
 
 _STAND_INS: Final[dict[type, type]] = {}
