@@ -337,6 +337,9 @@ class Trace(Run):
                 self._known.remember(answer, real.fill_(_HEALTHY[function]))
 
     def _by_rule(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for i in self._rules.reads.get(function, ()):
+            if i < len(args) and isinstance(args[i], torch.Tensor) and args[i].is_meta:
+                args = (*args[:i], self.read_out(torch.Tensor.tolist, args[i]), *args[i + 1 :])
         out = self._rules.functions[function](*args, **kwargs)
         if function in self._rules.remarks:
             self.remark(self._rules.remarks[function](*args, **kwargs))

@@ -25,6 +25,7 @@ class Rules:
         kernels: Op -> a function of the same arguments that returns, on the meta device, what the device's kernel
             returns.
         functions: Function of torch's Python face -> a function of the same arguments that takes the device's path.
+        reads: Function among these -> positions of tensors of which its path takes the values, as lists of numbers.
         scratch: Op -> a function of the same arguments: the sizes in bytes of what its kernel allocates for itself, in
             order; all of it is given back before the kernel returns, and -n says that n bytes are given back earlier.
         iterated: The same for pointwise ops: op -> such a function, or None.
@@ -45,6 +46,7 @@ class Rules:
     device: torch.device
     kernels: Mapping[Any, Function]
     functions: Mapping[Any, Function]
+    reads: Mapping[Any, tuple[int, ...]] = field(default_factory=dict)
     scratch: Mapping[Any, Callable[..., Iterable[int | None]]] = field(default_factory=dict)
     iterated: Callable[[Any], Callable[..., Iterable[int]] | None] = lambda op: None
     scratch_first: frozenset[Any] = frozenset()

@@ -480,6 +480,43 @@ def mish(input: Any) -> Any:
     return _Mish.apply(input)
 
 
+@stating(FUNCTIONS, torch.ctc_loss)
+def ctc_loss(
+    log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, blank: int = 0, reduction: int = 1,
+    zero_infinity: bool = False,
+) -> Any:  # fmt: skip
+    """The loss with its lengths as plain numbers (`ATen/native/LossCTC.cpp`, `ctc_loss_impl`)."""
+    steps, sizes = (
+        lengths if isinstance(lengths, (list, tuple)) else [lengths] for lengths in (input_lengths, target_lengths)
+    )
+    batched = log_probs.dim() == 3
+    if not batched:
+        log_probs, targets = log_probs.unsqueeze(1), targets.unsqueeze(0) if targets.dim() == 1 else targets
+    loss = torch._ctc_loss(log_probs, targets, steps, sizes, blank, zero_infinity)[0]
+    if zero_infinity:
+        loss = torch.where(loss == float("inf"), torch.zeros((), dtype=loss.dtype, device=loss.device), loss)
+    if reduction == 1:
+        lengths = torch.empty(len(sizes), dtype=loss.dtype, device=loss.device).clamp_min(1)
+        return (loss / lengths).mean()
+    if reduction == 2:
+        return loss.sum()
+    return loss if batched else loss.squeeze(0)
+
+
+@stating(KERNELS, aten._ctc_loss.default)
+def ctc_loss_forward(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *rest: Any) -> Any:
+    """The loss of each sample, and the logarithms of its paths, [b, s, 2 x longest target + 1] (`LossCTC.cpp`)."""
+    b = log_probs.shape[1]
+    paths = (b, log_probs.shape[0], 2 * max(target_lengths, default=0) + 1)
+    return log_probs.new_empty(b), log_probs.new_empty(paths)
+
+
+@stating(KERNELS, aten._ctc_loss_backward.default)
+def ctc_loss_backward(gradient: Any, log_probs: Any, *rest: Any) -> Any:
+    """As the input lies (`ATen/native/LossCTC.cpp`)."""
+    return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
+
+
 @stating(FUNCTIONS, torch.max_pool1d)
 def max_pool1d(input: Any, *args: Any, **kwargs: Any) -> Any:
     """Pooling without indices where no gradient needs them (`ATen/native/Pooling.cpp`, `max_pool1d`)."""
@@ -553,6 +590,7 @@ def fused_step(*args: Any, **kwargs: Any) -> None:
 
 
 MADE_IN: Final = {
+    aten._ctc_loss.default: (1, 0),  # `ATen/native/LossCTC.cpp`
     aten.convolution_backward.default: (0, 2, 1),  # `ATen/native/mkldnn/Conv.cpp`, `ConvolutionMM2d.cpp`
     aten.native_batch_norm_backward.default: (1, 2, 0),  # `ATen/native/Normalization.cpp`
     aten.mkldnn_rnn_layer_backward.default: (0, 5, 6, 1, 2, 3, 4),  # `ATen/native/mkldnn/RNN.cpp`
@@ -566,6 +604,7 @@ RULES: Final = Rules(
     torch.device("cpu"),
     KERNELS,
     FUNCTIONS,
+    reads={torch.ctc_loss: (2, 3)},
     scratch={**cpu_scratch.SCRATCH, **_ASKED},
     iterated=cpu_scratch.iterated,
     scratch_first=asked.FIRST | cpu_scratch.FIRST,

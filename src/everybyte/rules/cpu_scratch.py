@@ -199,6 +199,24 @@ def mean_over_scratch(input: Any, over: Any, keepdim: bool = False, dtype: torch
     return [*cast, *(-n for n in cast), *_divided(dtype)]
 
 
+@stating(SCRATCH, aten.std.correction, aten.var.correction)
+def deviation_scratch(input: Any, over: Any = None, **options: Any) -> list[int]:
+    """Of all numbers the mean first, in single and double precision (`ReduceOps.cpp`, `std_var_all_cpu`)."""
+    if over or input.dtype not in (torch.float32, torch.float64):
+        return []
+    return [input.element_size(), *_divided(input.dtype)]
+
+
+@stating(SCRATCH, aten.pow.Scalar)
+def power_scratch(base: Any, exponent: Any) -> list[int]:
+    """A tensor of the base, and both in the dtype of the result (`ATen/native/Pow.cpp`)."""
+    if base == 1:
+        return []
+    common = torch.result_type(exponent, base)
+    cast = [common.itemsize] if common != _dtype_of(base) else []
+    return [_itemsize(base), *cast, *([_nbytes(exponent, common)] if common != exponent.dtype else [])]
+
+
 @stating(SCRATCH, aten.linalg_vector_norm.default)
 def vector_norm_scratch(
     input: Any, order: Any = 2, over: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None
@@ -232,6 +250,12 @@ def softmax_scratch(input: Any, *rest: Any) -> list[int]:
 def softmax_backward_scratch(gradient: Any, output: Any, *rest: Any) -> list[int]:
     """Contiguous copies (`ATen/native/SoftMax.cpp`)."""
     return _copied(gradient, output)
+
+
+@stating(SCRATCH, aten.gelu_backward.default)
+def gelu_backward_scratch(gradient: Any, input: Any, **options: Any) -> list[int]:
+    """Contiguous copies (`ATen/native/Activation.cpp`)."""
+    return _copied(gradient, input)
 
 
 # -- losses ------------------------------------------------------------------------------------------------------------
@@ -288,6 +312,12 @@ def binary_cross_entropy_with_logits_scratch(
     return [*terms, n, None, *(_divided(input.dtype) if reduction == 1 else [])]
 
 
+@stating(SCRATCH, aten._ctc_loss_backward.default)
+def ctc_loss_backward_scratch(*args: Any) -> list[int]:
+    """As many logarithms of paths as forward keeps, from the end (`ATen/native/LossCTC.cpp`, `log_beta`)."""
+    return [_nbytes(args[6])]
+
+
 # -- normalisations ----------------------------------------------------------------------------------------------------
 
 
@@ -327,7 +357,7 @@ def batch_norm_backward_scratch(
     alike = suggest_memory_format(gradient) == suggest_memory_format(input)
     if not (alike and _is_ordered(input) and _is_ordered(gradient)):
         return [c * input.element_size()]
-    made = [_nbytes(input)] if needed[0] else []
+    made = [_nbytes(input), -_nbytes(input)] if needed[0] else []
     if _channels_inside(input):
         made += [] if training else [c * _wide(input.dtype)]
         made += [2 * torch.get_num_threads() * c * _wide(input.dtype)]
@@ -406,6 +436,12 @@ def batched_product_scratch(first: Any, second: Any, *rest: Any) -> list[int]:
     return _one_by_one([product_scratch(first[0], second[0])] * batch)
 
 
+@stating(SCRATCH, aten.baddbmm.default)
+def sum_and_batched_product_scratch(summand: Any, first: Any, second: Any, *rest: Any, **options: Any) -> list[int]:
+    """As `batched_product_scratch`."""
+    return batched_product_scratch(first, second)
+
+
 def _lies_in_batches(matrices: torch.Tensor) -> bool:
     (_, rows, columns), (_, of_row, of_column) = matrices.shape, matrices.stride()
     by_rows = of_column == 1 and (rows == 1 or of_row >= columns)
@@ -476,9 +512,33 @@ def sort_scratch(input: Any, *rest: Any, **options: Any) -> list[int]:
 
 
 @stating(SCRATCH, aten.embedding_dense_backward.default)
-def embedding_backward_scratch(gradient: Any, *rest: Any) -> list[int]:
-    """A contiguous copy (`ATen/native/Embedding.cpp`)."""
-    return _copied(gradient)
+def embedding_backward_scratch(gradient: Any, indices: Any, *rest: Any) -> list[int]:
+    """Contiguous copies (`ATen/native/Embedding.cpp`)."""
+    return _copied(indices, gradient)
+
+
+@stating(SCRATCH, aten.embedding.default)
+def embedding_scratch(weight: Any, indices: Any, *rest: Any) -> list[int]:
+    """The indices in a row (`ATen/native/Embedding.cpp`)."""
+    return _copied(indices)
+
+
+@stating(SCRATCH, aten.histc.default)
+def histogram_scratch(input: Any, bins: int = 100, *bounds: Any) -> list[int]:
+    """The bins' edges, and what each thread counts (`ATen/native/cpu/HistogramKernel.cpp`)."""
+    return [(bins + 1) * input.element_size(), torch.get_num_threads() * bins * input.element_size()]
+
+
+@stating(SCRATCH, aten.bincount.default)
+def bincount_scratch(input: Any, *rest: Any) -> list[int]:
+    """The least and the largest, one after the other (`ATen/native/SummaryOps.cpp`)."""
+    return [input.element_size(), -input.element_size()] * 2
+
+
+@stating(SCRATCH, aten.roll.default)
+def roll_scratch(input: Any, shifts: Any, dims: Any = ()) -> list[int]:
+    """Over one dimension after the other (`ATen/native/TensorTransformations.cpp`)."""
+    return [_nbytes(input)] * (len(dims) - 1)
 
 
 @stating(SCRATCH, aten.native_dropout.default)

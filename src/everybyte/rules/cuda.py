@@ -431,6 +431,12 @@ LEFT_OUT |= dict.fromkeys(
 
 LEFT_OUT[aten.soft_margin_loss_backward.default] = "what the gradient of the soft margin loss makes on its way"
 
+FUNCTIONS[torch.ctc_loss] = cpu.ctc_loss
+KERNELS |= {op: cpu.KERNELS[op] for op in (aten._ctc_loss.default, aten._ctc_loss_backward.default)}
+LEFT_OUT |= dict.fromkeys(
+    (aten._ctc_loss.default, aten._ctc_loss_backward.default), "lengths of the CTC loss, and its paths from the end"
+)
+
 _SOLVED: Final = (
     *("linalg_cholesky_ex", "linalg_eig", "linalg_householder_product", "linalg_inv_ex", "linalg_ldl_factor_ex"),
     *("linalg_ldl_solve", "linalg_lstsq", "linalg_lu", "linalg_lu_factor_ex", "linalg_lu_solve", "linalg_matrix_exp"),
@@ -468,6 +474,7 @@ RULES: Final = Rules(
     device=torch.device("cuda:0"),
     kernels={**KERNELS, **cuda_dropout.KERNELS, **cuda_rnn.KERNELS, **cuda_attention.KERNELS},
     functions={**FUNCTIONS, **cuda_dropout.FUNCTIONS, **cuda_rnn.FUNCTIONS, **cuda_attention.FUNCTIONS},
+    reads={torch.ctc_loss: (2, 3)},
     scratch={**SCRATCH, **cuda_reduction.SCRATCH, **cuda_sort.SCRATCH, **cuda_rnn.SCRATCH, **cuda_attention.SCRATCH},
     scratch_first=SCRATCH_FIRST,
     remarks={**cuda_rnn.REMARKS, **cuda_attention.REMARKS},
