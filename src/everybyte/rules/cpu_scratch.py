@@ -20,7 +20,7 @@ aten: Final = torch.ops.aten
 SCRATCH: Final[dict[Any, Function]] = {}
 """Op -> the sizes of what its kernel takes, as `base.Rules` says."""
 
-FIRST: Final[set[Any]] = {aten.binary_cross_entropy_with_logits.default}
+FIRST: Final[set[Any]] = {aten.binary_cross_entropy_with_logits.default, aten.bincount.default}
 """Ops that make their results after some of it."""
 
 _PROMOTION: Final = torch._prims_common.ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT
@@ -530,9 +530,9 @@ def histogram_scratch(input: Any, bins: int = 100, *bounds: Any) -> list[int]:
 
 
 @stating(SCRATCH, aten.bincount.default)
-def bincount_scratch(input: Any, *rest: Any) -> list[int]:
+def bincount_scratch(input: Any, *rest: Any) -> list[int | None]:
     """The least and the largest, one after the other (`ATen/native/SummaryOps.cpp`)."""
-    return [input.element_size(), -input.element_size()] * 2
+    return [*[input.element_size(), -input.element_size()] * 2, None]
 
 
 @stating(SCRATCH, aten.roll.default)
