@@ -69,7 +69,6 @@ class FakeGPU:
             },
             torch.cuda.memory: {"_snapshot": self.snapshot, "_record_memory_history": self.record},
             torch._C: {
-                "_cuda_getDriverVersion": lambda: 12080,
                 "_cuda_isHistoryEnabled": lambda: self.history_on,
                 "_cuda_clearCublasWorkspaces": self.clear,
             },

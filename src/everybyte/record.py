@@ -239,11 +239,11 @@ def _describe() -> dict[str, Any]:
 
 
 def _driver() -> str:
+    command = ["nvidia-smi", "--id=0", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        text = Path("/proc/driver/nvidia/version").read_text()
-        return re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)[1]
-    except (OSError, TypeError):
-        return f"for CUDA {torch._C._cuda_getDriverVersion()}"
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
 
 
 def _commit() -> str:
