@@ -239,6 +239,18 @@ def test_after_a_script_come_its_own_arguments_and_after_a_function_more_options
         refused(run(*TRACE, f"{script}:build", *stray), "unrecognized arguments: ")
 
 
+def test_a_module_is_traced_in_the_place_of_a_script_with_its_own_arguments(tmp_path, monkeypatch, run):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a_module.py").write_text("import sys, torch\nx = torch.ones(int(sys.argv[2]), device='cuda')\n")
+    code, out, err = run(*TRACE, "--gpu", "t4", "--json", "-m", "a_module", "--gpu", "1000", "-m")
+    found = json.loads(out)
+    assert (code, err) == (0, "")
+    assert (found["function"], found["arguments"]) == ("-m a_module", ["--gpu", "1000", "-m"])
+    assert (found["peak_requested"], found["peak"]["line"]) == (4000, "a_module.py:2")
+    refused(run(*TRACE, "-m"), "-m needs the name of a module")
+    refused(run(*TRACE, "-m", "not_there"), "No module named not_there: run in the folder")
+
+
 def test_what_is_larger_than_the_gpu_does_not_fit_and_what_would_help_is_said(script, run):
     code, out, err = run(*TRACE, f"{script}:large", "--gpu", "a4000", "--json")
     found = json.loads(out)
@@ -305,7 +317,7 @@ def test_what_cannot_be_traced_is_no_error_of_the_user(script, run, function, wh
         ("lazy.py:build", "the step of lazy.py:build is a generator or a coroutine, of which nothing has run"),
         ("lazy.py:steps", "lazy.py:steps is a generator or a coroutine, of which nothing has run"),
         (".:build", "there is no module .: run in its folder"),
-        ("training_script", "write script.py ARGS, MODULE:FUNCTION or file.py:FUNCTION"),
+        ("training_script", "write script.py ARGS, -m MODULE ARGS, MODULE:FUNCTION or file.py:FUNCTION"),
         ("missing.py", "there is no file missing.py"),
         ("training_skript:build", "there is no module training_skript: run in its folder"),
         ("missing.py:build", "there is no file missing.py"),

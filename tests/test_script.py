@@ -10,6 +10,7 @@ import importlib.util
 import multiprocessing
 import os
 import sys
+import textwrap
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -108,6 +109,58 @@ def test_lightning_s_trainer_allocates_what_it_really_does(tmp_path, precision):
 
 def test_pytorch_forecasting_allocates_what_it_really_does(tmp_path):
     assert_traced_as_measured(tmp_path, "with_forecasting.py", "--predict", needs=["pytorch_forecasting"])
+
+
+MAIN = """
+import sys, torch
+from torch import nn
+
+def main():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to("cuda")
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(4):
+        model(torch.ones(8, 64, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("end", ["main()", "main(); sys.exit(0)", textwrap.dedent(MAIN.partition("main():\n")[2])])
+def test_what_a_script_gives_back_as_it_ends_is_no_step_s(tmp_path, end):
+    (tmp_path / "train.py").write_text(MAIN + end)
+    ran = Program(str(tmp_path / "train.py"), steps=9).trace("t4")
+    rows = ran.run.timeline.growth_per_step()
+    assert ran.ended == "the script's end"
+    assert rows.index.tolist() == [0, 1, 2, 3]
+    batch = 8 * 64 * 4  # the next one, which the last step does not bring
+    assert rows["growth"][1:].tolist() == [0, 0, -batch]
+
+
+def test_lightning_takes_the_model_off_the_gpu_after_the_last_step(tmp_path):
+    program = Program(str(SCRIPTS / "with_lightning.py"), ("--out", str(tmp_path)), steps=20)
+    rows = in_a_process_of_its_own(program, _growth, needs=["lightning"])
+    weights = (48 * 64 + 64) + (64 * 3 + 3) + (3 * 64 + 64) + (64 * 48 + 48)
+    assert len(rows) == 8 and rows[-1]["end"] >= 3 * 4 * weights  # with Adam's two moments
+
+
+def _growth(program, answers):
+    answers.put(program.trace("t4").run.timeline.growth_per_step().to_dict("records"))
+
+
+def test_a_module_is_traced_as_python_s_own_m_runs_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "__init__.py").write_text("size = 1000\n")
+    (tmp_path / "pkg" / "train.py").write_text(
+        "import sys, torch\nfrom . import size\n"
+        "assert (__name__, sys.argv) == ('__main__', [__file__, '--wide']), (__name__, sys.argv)\n"
+        "x = torch.ones(size, device='cuda')\n"
+    )
+    ran = Program("-m pkg.train", ("--wide",)).trace("t4")
+    (made,) = ran.run.timeline.frame().query("action == 'alloc'").to_dict("records")
+    assert (made["nbytes"], made["line"]) == (4000, "pkg/train.py:4")
+    with pytest.raises(Failed, match="No module named not_there: run in the folder"):
+        Program("-m not_there").trace("t4")
 
 
 # -- whose line it is --------------------------------------------------------------------------------------------------
@@ -280,7 +333,11 @@ def test_an_optimizer_that_calls_the_model_itself_steps_once(script):
     [
         ("import torch\nx = 1 / 0\n", "train.py:2: ZeroDivisionError: division by zero", False),
         ("import not_there\n", "train.py:1: ModuleNotFoundError: No module named 'not_there'", False),
-        ("import argparse\nargparse.ArgumentParser().error('x')\n", "the code ended itself with exit code 2", False),
+        (
+            "import argparse\nargparse.ArgumentParser().error('x')\n",
+            "exit code 2; that is how a wrong use ends: give",
+            False,
+        ),
         ("def f(:\n", "train.py:1: SyntaxError", False),
         ("import torch\nmodel = torch.compile(torch.nn.Linear(1, 1))\n", "torch.compile is not covered", True),
         ("import torch\ntorch.distributed.init_process_group('gloo')\n", "init_process_group is not covered", True),

@@ -107,6 +107,26 @@ def test_a_step_without_modules_is_forward_again_when_the_next_one_begins():
     assert kept["step"].tolist() == [0, 1]
 
 
+def test_what_a_closure_of_the_optimizer_runs_is_no_update():
+    with eb.trace(rules="cuda") as run:
+        weight = nn.Parameter(torch.ones(1000))
+        adam = torch.optim.Adam([weight])
+
+        def closure():
+            adam.zero_grad()
+            loss = weight.exp().sum()
+            loss.backward()
+            return loss
+
+        for _ in run.steps(2):
+            adam.step(closure)
+    made = run.timeline.frame().query("action == 'alloc' and nbytes == 4000 and step >= 0")
+    assert set(made[made["phase"] == "forward"]["op"]) == {"exp"}
+    assert set(made[made["op"] == "exp"]["category"]) == {"activation"}
+    moments = made[made["category"] == "optimizer state"]
+    assert len(moments) == 2 and set(moments["phase"]) == {"optimizer"}
+
+
 def test_lines_are_the_user_s_own():
     for column in ("line", "own"):
         lines = traced().timeline.frame()[column]

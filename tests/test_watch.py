@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -121,6 +122,21 @@ def test_running_out_leaves_the_snapshot_of_that_moment_and_says_who_asked(watch
     text = (watched.folder / "out-of-memory.txt").read_text()
     assert "asked for by forward at train.py:4, but" in text
     assert "ran out of memory" in (watched.folder / "out-of-memory.html").read_text()
+
+
+def test_in_a_notebook_a_cell_that_runs_out_of_memory_is_reported_as_it_ends(watching, monkeypatch):
+    cells = []
+    shell = SimpleNamespace(events=SimpleNamespace(register=lambda event, call: cells.append((event, call))))
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    gpu, watched = watching()
+    ((event, call),) = cells
+    assert event == "post_run_cell"
+    for harmless in (None, NameError("a slip")):
+        call(SimpleNamespace(error_in_exec=harmless))
+    assert written(watched) == set()
+    gpu.fail()
+    call(SimpleNamespace(error_in_exec=torch.cuda.OutOfMemoryError(MESSAGE)))
+    assert written(watched) == {name for name in FILES if name.startswith("out-of-memory.")}
 
 
 def test_of_several_gpus_the_one_that_ran_out_is_reported(watching, tmp_path):
@@ -259,6 +275,34 @@ def test_a_script_ends_and_prints_as_it_does_without_us(tmp_path, source):
         assert ours == (code, out, said + err)
     else:
         assert ours == (code, out, err + said)
+
+
+@pytest.mark.parametrize("name", ["pkg.train", "pkg", "pkg.broken", "pkg.fails"])
+def test_a_module_runs_as_python_s_own_m_runs_it(tmp_path, name):
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "__init__.py").write_text("value = 7\n")
+    seen = "print(__name__, __package__, __file__, __spec__.name, sys.argv, sys.path[0])"
+    (tmp_path / "pkg" / "train.py").write_text(f"import sys\nfrom . import value\n{seen}\nsys.exit(value)\n")
+    (tmp_path / "pkg" / "__main__.py").write_text(f"import sys\n{seen}\n")
+    (tmp_path / "pkg" / "broken.py").write_text("def f(:\n")
+    (tmp_path / "pkg" / "fails.py").write_text("import not_there\n")
+    options = ["-m", name, "--json", "--out", "x", "-m", "y"]
+    python, ours = (
+        subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        for command in (
+            [sys.executable, *options],
+            [sys.executable, "-c", ALONE, "--out", "reports", *options],
+        )
+    )
+    assert (ours.returncode, ours.stdout) == (python.returncode, python.stdout)
+    assert ours.stderr.splitlines()[-2:-1] == python.stderr.splitlines()[-1:]
+
+
+def test_a_module_that_is_not_there_is_refused_in_one_line(tmp_path):
+    command = [sys.executable, "-c", ALONE, "-m", "not_there.train"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "No module named 'not_there'" in done.stderr
 
 
 def test_a_script_that_runs_out_of_memory_leaves_a_report_and_its_own_traceback(tmp_path, ran_out):

@@ -9,33 +9,57 @@ from __future__ import annotations
 
 import builtins
 import os
+import runpy
 import sys
 from collections.abc import Callable, Sequence
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 
-def run(path: str, arguments: Sequence[str] = ()) -> BaseException | None:
-    """Runs a script as `python path *arguments` does; returns what it ended with, None at its last line.
+def run(script: str, arguments: Sequence[str] = ()) -> BaseException | None:
+    """Runs a script as `python script *arguments` does; returns what it ended with, None at its last line.
+
+    Args:
+        script: The path of its file, or "-m pkg.mod".
+        arguments: Its own.
 
     Raises:
-        OSError: If the file cannot be read. Nothing has run then.
+        OSError, ImportError: If the file cannot be read, or there is no such module. Nothing has run then but, of a
+            module, the packages that it is in.
     """
-    source, whole = Path(path).read_bytes(), os.path.abspath(path)
     main = ModuleType("__main__")
-    loader = SourceFileLoader("__main__", whole)
-    vars(main).update(__file__=whole, __builtins__=builtins, __loader__=loader, __cached__=None)
+    if script.startswith("-m "):
+        if not sys.flags.safe_path:
+            sys.path[0] = os.getcwd()
+        sys.argv[:] = ["-m", *arguments]
+        try:
+            spec, code = _module(script.removeprefix("-m "))
+        except SyntaxError as error:
+            return error.with_traceback(None)
+        vars(main).update(__file__=spec.origin, __loader__=spec.loader, __package__=spec.parent, __spec__=spec)
+        sys.argv[0] = spec.origin
+    else:
+        source, whole = Path(script).read_bytes(), os.path.abspath(script)
+        vars(main).update(__file__=whole, __loader__=SourceFileLoader("__main__", whole))
+        sys.argv[:] = [script, *arguments]
+        if not sys.flags.safe_path:
+            sys.path[0] = str(Path(script).resolve().parent)
+        code = None
+    vars(main).update(__builtins__=builtins, __cached__=None)
     sys.modules["__main__"] = main
-    sys.argv[:] = [path, *arguments]
-    if not sys.flags.safe_path:
-        sys.path[0] = str(Path(path).resolve().parent)
     try:
-        exec(compile(source, whole, "exec", dont_inherit=True), vars(main))
+        exec(code or compile(source, whole, "exec", dont_inherit=True), vars(main))
     except BaseException as error:
         return error.with_traceback(_of_script(error.__traceback__))
     return None
+
+
+def _module(name: str) -> tuple[ModuleSpec, CodeType]:
+    """What `python -m` runs for a name (`runpy`): the module, or a package's `__main__`."""
+    _, spec, code = runpy._get_module_details(name, ImportError)
+    return spec, code
 
 
 def leaving(error: BaseException, after: Callable[[], None]) -> None:

@@ -25,7 +25,7 @@ from .script import Failed, Program, Ran
 from .timeline import Timeline
 from .trials import Advice, Trial, Trials
 from .units import format_bytes
-from .verdict import Verdict, judge, steps_until
+from .verdict import FITS, Verdict, judge, steps_until
 from .worlds import ZEROS, same_draws
 
 _UNASKED: Final = Advice({}, ())
@@ -251,7 +251,10 @@ def _first(answer: Mapping[str, Any]) -> Iterator[str]:
         elif one["next_reason"]:
             more = f"; {one['fits'] + 1:,} cannot be traced: {one['next_reason']}"
         yield printable(f"largest {kind.replace('_', ' ')} that fits: {one['fits']:,} (now {one['now']:,}{more})")
-    if answer["levers"]:
+    if answer["levers"] and answer["verdict"] == FITS:
+        edits = [one["name"] for one in answer["levers"]]
+        yield printable(f"would be smaller with {', '.join(edits)} (--html and --json say by how much)", LONGEST_LINE)
+    elif answer["levers"]:
         yield ""
         yield "What would make it smaller, each traced again alone (--html and --json say what to write):"
         for one in answer["levers"]:

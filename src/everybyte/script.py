@@ -18,6 +18,7 @@ import inspect
 import re
 import runpy
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, chdir, contextmanager
 from dataclasses import dataclass
@@ -25,10 +26,10 @@ from functools import wraps
 from importlib.util import module_from_spec, spec_from_file_location
 from operator import attrgetter
 from pathlib import Path
+from traceback import walk_tb
 from types import ModuleType
 from typing import Any, Final
 from unittest import mock
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -46,6 +47,7 @@ from .trace import Trace, trace
 from .values import DataDependentShape
 
 PHASES: Final = ("train", "eval", "predict")
+_LIGHTNINGS: Final = ("lightning.pytorch", "pytorch_lightning")
 
 
 class Enough(BaseException):
@@ -97,8 +99,8 @@ class Program:
         160
 
     Attributes:
-        target: "train.py", run as `python train.py` does; "train.py:build" or "pkg.mod:build", a function that returns
-            a step (a function without arguments), or runs everything itself.
+        target: "train.py" or "-m pkg.mod", run as `python train.py` and `python -m pkg.mod` do; "train.py:build" or
+            "pkg.mod:build", a function that returns a step (a function without arguments), or runs everything itself.
         arguments: Of a script.
         steps: How often its optimizer may step, or the function's step is run; in the other phases, how many batches of
             a loader are evaluated at least. It goes on while they leave something behind, predictions for example.
@@ -119,7 +121,8 @@ class Program:
         where, _, name = self.target.rpartition(":")
         if not self.is_script and not (where and name):
             raise ValueError(
-                f"{self.target!r} names no program: write script.py ARGS, MODULE:FUNCTION or file.py:FUNCTION"
+                f"{self.target!r} names no program: write script.py ARGS, -m MODULE ARGS, MODULE:FUNCTION or "
+                "file.py:FUNCTION"
             )
         if self.arguments and not self.is_script:
             raise ValueError(f"{self.target} is a function, which gets no arguments: {' '.join(self.arguments)}")
@@ -132,7 +135,12 @@ class Program:
 
     @property
     def is_script(self) -> bool:
-        return self.target.endswith(".py")
+        """Whether it runs as `__main__`."""
+        return self.target.endswith(".py") or self._module is not None
+
+    @property
+    def _module(self) -> str | None:
+        return self.target.removeprefix("-m ") if self.target.startswith("-m ") else None
 
     def trace(
         self,
@@ -177,7 +185,7 @@ class Program:
 
         Wherever it goes, afterwards the working folder is what it was.
         """
-        file = self.target if self.is_script else self.target.rpartition(":")[0]
+        file = self.target if self.is_script else self.target.rpartition(":")[0]  # `runpy` names a module's file itself
         folder = str(Path(file).resolve().parent if file.endswith(".py") else Path.cwd())
         with (
             chdir("."),
@@ -187,14 +195,15 @@ class Program:
             yield
 
     def _script(self, run: Run, remarks: list[str]) -> str:
-        _check_file(self.target)
+        if self._module is None:
+            _check_file(self.target)
         unsaved: list[str] = []
         counter = _Steps(run, self.steps) if self.phase == "train" else _Batches(run, self.steps, self.phase)
-        ended = "the script's end"
+        ended, names = "the script's end", None
         kept = getattr(run, "kept", None)
         with counter.counted(), unwritten(kept, lambda: unsaved.append(attribution.user_line())):
             try:
-                _called(lambda: runpy.run_path(self.target, run_name="__main__"))
+                names = _called(self._run_as_main)
             except Enough:
                 ended = _several(counter.done, counter.unit)
             except FileNotFoundError as error:
@@ -205,9 +214,20 @@ class Program:
                     ) from error
                 raise
         counter.end()
+        del names  # what the program leaves is given back after its last step
         if unsaved:
             remarks.append(f"{unsaved[0]}: what the code saves is not written: a trace has no values")
         return ended
+
+    def _run_as_main(self) -> dict[str, Any]:
+        if self._module is None:
+            return runpy.run_path(self.target, run_name="__main__")
+        try:
+            return runpy.run_module(self._module, run_name="__main__", alter_sys=True)
+        except ImportError as error:
+            if [frame for frame, _ in walk_tb(error.__traceback__)][-1].f_globals["__name__"] != "runpy":
+                raise
+            raise ValueError(f"{error}: run in the folder from which it can be imported") from None
 
     def _function(self, run: Run, remarks: list[str]) -> str:
         where, _, name = self.target.rpartition(":")
@@ -251,9 +271,10 @@ class _Steps(_Counter):
 
     def __init__(self, run: Run, most: int) -> None:
         super().__init__(run, most)
-        self._by_optimizer: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._by_optimizer: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._begun = False
         self._called = False  # a module, since the last step ended
+        self._last: list[weakref.ref[Any]] = []  # the model that began the step, and the optimizer that ended it
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -266,14 +287,35 @@ class _Steps(_Counter):
 
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(torch.optim.Optimizer, "__init__", initialised))
+            strategies = (f"{name}.strategies.strategy" for name in _LIGHTNINGS)
+            stack.enter_context(changed(dict.fromkeys(strategies, self._teardown)))
             stack.callback(register_module_forward_pre_hook(self._on_call).remove)
             stack.callback(register_optimizer_step_post_hook(self._on_step).remove)
+            stack.callback(lambda: self._last.clear())
             yield
 
     def _on_call(self, module: nn.Module, args: Any) -> None:
         self._called = True
         if not self._begun and self.done - 1 not in self._by_optimizer.values():
             self._end_or_begin(begins=torch.is_grad_enabled())
+            if self._begun:
+                self._last = [weakref.ref(module, self._on_death)]
+
+    def _on_death(self, _: Any) -> None:
+        """What goes with the model or the optimizer's state is no step's: for all one knows, none will follow."""
+        if not self._begun:
+            self.end()
+
+    def _teardown(self, module: ModuleType) -> Iterator[Change]:
+        """Lightning takes the model and the optimizer's state off the GPU when it is done."""
+        teardown = module.Strategy.teardown
+
+        @wraps(teardown)
+        def ended(strategy: Any) -> None:
+            self.end()
+            teardown(strategy)
+
+        yield module.Strategy, "teardown", ended
 
     def _on_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         count = self._by_optimizer[optimizer] = self._by_optimizer.get(optimizer, 0) + 1
@@ -283,6 +325,7 @@ class _Steps(_Counter):
             self._end_or_begin()
         called, self._called = self._called, False
         self.done, self._begun = count, False
+        self._last.append(weakref.ref(optimizer, self._on_death))
         if not called:
             self._end_or_begin()
 
@@ -292,7 +335,7 @@ class _Steps(_Counter):
             raise Enough
         if not begins:
             return
-        self._begun = True
+        self._begun, self._over = True, False
         if self.done == 0:
             gc.collect()  # as before the first of `Run.steps`
         self._run.mark_step(self.done)
@@ -315,7 +358,7 @@ class _Batches(_Counter):
         with ExitStack() as stack:
             cut = mock.patch.object(DataLoader, "__iter__", lambda loader: self._cut(iterate(loader)))
             stack.enter_context(cut)
-            trainers = (f"{name}.trainer.trainer" for name in ("lightning.pytorch", "pytorch_lightning"))
+            trainers = (f"{name}.trainer.trainer" for name in _LIGHTNINGS)
             stack.enter_context(changed(dict.fromkeys(trainers, self._limits)))
             stack.callback(register_module_forward_pre_hook(self._on_call).remove)
             yield
@@ -418,7 +461,9 @@ def _failed(error: BaseException, run: Run, is_script: bool) -> Failed:
     ours, line = attribution.is_ours(error), attribution.line_of(error)
     message = " ".join([str(error), *getattr(error, "__notes__", ())])
     if isinstance(error, SystemExit) and isinstance(error.code, int):
-        hint = "" if is_script else "; it gets no arguments: set its options in it"
+        hint = "; it gets no arguments: set its options in it"
+        if is_script:
+            hint = "; that is how a wrong use ends: give the script's own arguments after it" * (error.code == 2)
         message = f"the code ended itself with exit code {error.code}{hint}"
     elif isinstance(error, OSError) and "couldn't connect to 'https://huggingface.co'" in message:
         message = (

@@ -454,7 +454,8 @@ class Trace(Run):
     def on_op(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Lets one op run on the meta device and records the storages it makes."""
         node = _current_node()
-        if (number := -1 if node is None else node._sequence_nr()) != self._number:
+        number = -1 if node is None else node._sequence_nr()
+        if number != self._number or (self._optimizing and torch.is_grad_enabled()):
             self._at_node(node, number)
         self.attribution.note_nodes()
         if self._direct.watched is not None:
@@ -649,7 +650,11 @@ class Trace(Run):
         recorder = self._storages.recorder
         if node is None and recorder.phase == "backward":
             self._label_gradients()
-        recorder.enter_phase(backward=node is not None, optimizer=self._optimizing, module=self.attribution.module)
+        closure = self._optimizing and torch.is_grad_enabled()  # for which alone an optimizer enables gradients
+        if closure:
+            self._number = None  # it may be over at the next op
+        optimizer = self._optimizing and not closure
+        recorder.enter_phase(backward=node is not None, optimizer=optimizer, module=self.attribution.module)
 
     def _whose(self, node: Any) -> dict[str, Any]:
         """Module, lines and stream that the op running now belongs to."""

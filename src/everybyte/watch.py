@@ -96,7 +96,7 @@ class Watch:
 
     A request that fails leaves `out-of-memory.pickle` at once, the end `end.pickle`, unless the program ended with such
     a failure. `finish` adds to each a report for people, `.html` and `.txt`, and one for programs, `.json`. A process
-    that ends without it does so as it exits.
+    that ends without it does so as it exits, a notebook as a cell runs out of memory.
 
     Args:
         folder: Where to; it is made, and a watch's own files from before are removed from it. A launcher's processes
@@ -131,6 +131,9 @@ class Watch:
     def begin(self) -> None:
         """Begins, now or, where PyTorch or CUDA is not yet in use, as soon as it is."""
         atexit.register(self._at_exit)
+        shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+        if shell is not None:  # a notebook's process goes on after an error
+            shell.events.register("post_run_cell", self._after_cell)
         when_imported("torch", lambda: self._timed(self._torch_is_there))
 
     def finish(self, ended_with: BaseException | None = None, **known: Any) -> list[str]:
@@ -164,6 +167,11 @@ class Watch:
 
     def _at_exit(self) -> None:
         self.tell(getattr(sys, "last_value", None))  # what the interpreter has just printed
+
+    def _after_cell(self, result: Any) -> None:
+        torch = sys.modules.get("torch")
+        if self._is_on and torch is not None and isinstance(result.error_in_exec, torch.cuda.OutOfMemoryError):
+            self.tell(result.error_in_exec)
 
     @property
     def _is_on(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..schema import VERSION as SCHEMA
 
-__all__ = ["BAD_INPUT", "CANNOT_SAY", "NO", "SCHEMA", "Answer", "Stop", "new_file", "on_stderr", "written"]
+__all__ = ["BAD_INPUT", "CANNOT_SAY", "NO", "SCHEMA", "Answer", "AsModule", "Stop", "new_file", "on_stderr", "written"]
 
 NO, BAD_INPUT, CANNOT_SAY = 1, 2, 3
 """Exit codes: the answer is no; bad input; cannot say."""
@@ -60,6 +60,21 @@ def new_file(text: str) -> Path:
         if holds:
             raise argparse.ArgumentTypeError(f"{text} cannot be written: {reason}")
     return path.absolute()  # the code that is traced may go to another folder
+
+
+class AsModule(argparse.Action):
+    """`-m MODULE ARGS` in the place of a script and its arguments, as Python itself takes it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, nargs=argparse.REMAINDER, metavar=("MODULE", "ARGS"), **options)
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if not values:
+            parser.error("-m needs the name of a module")
+        for action in parser._actions:
+            action.required = False
+        setattr(namespace, self.dest, f"-m {values[0]}")
+        namespace.arguments = tuple(values[1:])
 
 
 def written(path: Path | None, write: Callable[[Path], Any]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import as_main, watch
-from . import BAD_INPUT, Answer, Stop
+from . import BAD_INPUT, Answer, AsModule, Stop
 
 
 def add(commands: Any) -> argparse.ArgumentParser:
@@ -28,6 +28,7 @@ def add(commands: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--events", type=_count, metavar="N", help=f"how many events of history to keep; {watch.EVENTS:,} unless given"
     )
+    parser.add_argument("-m", dest="script", action=AsModule, help="a module that runs as a script, and its arguments")
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
     parser.set_defaults(command=_answer)
@@ -43,7 +44,7 @@ def _count(text: str) -> int:
 def _answer(args: argparse.Namespace) -> Answer:
     if lacking := watch.unavailable():
         raise Stop(BAD_INPUT, lacking)
-    if not Path(args.script).is_file():
+    if not args.script.startswith("-m ") and not Path(args.script).is_file():
         raise Stop(BAD_INPUT, f"there is no file {args.script}")
     folder = args.out or "everybyte-run"
     try:
@@ -51,7 +52,11 @@ def _answer(args: argparse.Namespace) -> Answer:
     except OSError as error:
         raise Stop(BAD_INPUT, f"{folder} cannot be written: {error.strerror or error}") from None
     watching.begin()
-    ended = as_main.run(args.script, args.arguments)
+    try:
+        ended = as_main.run(args.script, args.arguments)
+    except ImportError as error:
+        watching.finish()
+        raise Stop(BAD_INPUT, f"{error}: run in the folder from which it can be imported") from None
     tell = partial(watching.tell, ended, script=args.script, arguments=args.arguments)
     if ended is None or isinstance(ended, SystemExit):
         tell()

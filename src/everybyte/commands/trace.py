@@ -18,7 +18,7 @@ from ..forecast import Forecast
 from ..gpus import GPU
 from ..script import PHASES, Failed, Program
 from ..verdict import DOES_NOT_FIT, FITS, TIGHT, Verdict
-from . import BAD_INPUT, CANNOT_SAY, NO, Answer, Stop, new_file, on_stderr, written
+from . import BAD_INPUT, CANNOT_SAY, NO, Answer, AsModule, Stop, new_file, on_stderr, written
 
 
 def add(commands: Any) -> argparse.ArgumentParser:
@@ -36,6 +36,7 @@ def add(commands: Any) -> argparse.ArgumentParser:
         "a step, a function without arguments; or it runs everything itself and returns nothing",
     )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, action=_Rest, metavar="ARGS", help="the script's own")
+    parser.add_argument("-m", dest="target", action=AsModule, help="a module that runs as a script, and its arguments")
     parser.add_argument("--gpu", help=f"such as a4000, t4 or 3050ti; {gpus.DEFAULT} unless given")
     parser.add_argument(
         "--steps", type=_count, metavar="N", help=f"end after N steps of the optimizer; {Program.steps} unless given"
@@ -100,7 +101,7 @@ def _answer(args: argparse.Namespace) -> Answer:
             raise Stop(BAD_INPUT, f"--{one} and --{other} both name {files[one]}: give each a file of its own")
     forecast = _traced(_program(args), gpu, args)
     if args.steps and not forecast.steps:
-        why = "stepped no optimizer" if args.target.endswith(".py") else "returned no step to repeat"
+        why = "stepped no optimizer" if forecast.program.is_script else "returned no step to repeat"
         forecast = forecast.remarked(f"--steps {args.steps} was not used: {args.target} {why}")
     written(args.snapshot, lambda path: forecast.whole.to_snapshot(path, Allocator(gpu=gpu)))
     written(args.parquet, forecast.timeline.to_parquet)
