@@ -168,3 +168,57 @@ def test_a_profiler_of_the_users_own_is_not_disturbed() -> None:
         nn.Conv2d(3, 4, 3)(torch.zeros(2, 3, 8, 8))
     assert profile.function_events
     assert run.left_out
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "reflected": lambda: nn.ReflectionPad2d(1),
+    "replicated": lambda: nn.ReplicationPad2d(1),
+    "shuffled": lambda: nn.PixelShuffle(2),
+    "unshuffled": lambda: nn.PixelUnshuffle(2),
+    "channels shuffled": lambda: nn.ChannelShuffle(2),
+    "gated": lambda: nn.GLU(1),
+    "logarithm of a sigmoid": lambda: nn.LogSigmoid(),
+    "groups": lambda: nn.GroupNorm(2, 8),
+    "instances": lambda: nn.InstanceNorm2d(8),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+def test_a_layer_of_pictures_hands_on_its_layout(layer: Callable[[], nn.Module]) -> None:
+    pictures = torch.randn(2, 3, 12, 12).to(memory_format=torch.channels_last)
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 8, 3), layer(), nn.AvgPool2d(2)).to(memory_format=torch.channels_last)
+
+    assert_agree_with_scratch(_training(model, pictures))
+
+
+def test_windows_are_rolled_in_two_dimensions_one_after_the_other() -> None:
+    def body(run: Any) -> None:
+        x = run.to_device(torch.randn(2, 8, 8, 16)).requires_grad_()
+        for _ in run.steps(1):
+            (x.roll((2, 2), (1, 2)) * 2).sum().backward()
+
+    assert_agree_with_scratch(body)
+
+
+def _fused(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, torch.tensor(1e-3), fused=True)
+
+
+@pytest.mark.parametrize("optimizer", [_fused, lambda p: torch.optim.Adam(p, torch.tensor(1e-3))])
+def test_a_learning_rate_that_is_a_tensor(optimizer: Any) -> None:
+    assert_agree_with_scratch(_training(lambda: nn.Linear(8, 8), torch.randn(2, 8), optimizer))
+
+
+def test_an_average_of_weights_is_told_the_device_of_its_groups() -> None:
+    def body(run: Any) -> None:
+        model = nn.Linear(8, 8)
+        average = torch.optim.swa_utils.AveragedModel(model)
+        for _ in run.steps(3):
+            average.update_parameters(model)
+
+    assert_agree_with_scratch(body)
+    with eb.trace(rules="cuda"):
+        groups = torch.utils._foreach_utils._group_tensors_by_device_and_dtype([[torch.ones(2)]])
+        assert [device.type for device, _ in groups] == ["cuda"]

@@ -132,6 +132,8 @@ def shown_to(run: Tracer, rules: Rules, default: torch.device | None = None) -> 
             stack.enter_context(replaced(module, "has_torch_function", _any_of_the_user_s_own))
         for name in ("_has_foreach_support", "_device_has_foreach_support"):
             stack.enter_context(replaced(clip_grad, name, _as_on(rules.device, getattr(clip_grad, name))))
+        group = torch._C._group_tensors_by_device_and_dtype
+        stack.enter_context(replaced(torch._C, "_group_tensors_by_device_and_dtype", _grouping(rules.device, group)))
         # Checkpointing compares what it saved, seen from inside a call, with what it recomputed, seen from outside.
         stack.enter_context(mock.patch.dict(checkpoint._allowed_determinism_checks_to_fns, default=_metadata))
         surface = Surface(run, rules, default)
@@ -450,6 +452,15 @@ def _as_on(device: torch.device, function: Callable[..., Any]) -> Callable[..., 
         return function(*args, **kwargs)
 
     return asked
+
+
+def _grouping(device: torch.device, group: Callable[..., Any]) -> Callable[..., Any]:
+    """Tensors by device and dtype, those on meta on the rules' own."""
+
+    def grouped(*args: Any, **kwargs: Any) -> Any:
+        return {(device if on == META else on, dtype): made for (on, dtype), made in group(*args, **kwargs).items()}
+
+    return grouped
 
 
 def _under(surface: Surface, initialise: Callable[..., None]) -> Callable[..., None]:

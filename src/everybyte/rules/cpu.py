@@ -15,17 +15,17 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
 from ..units import round_up
-from . import asked, autocast, cpu_scratch
+from . import asked, autocast, cpu_pictures, cpu_scratch
 from .base import Function, Rules, stating
 from .dtypes import check_attention
 from .layout import iterated_strides
 
 aten: Final = torch.ops.aten
 
-KERNELS: Final[dict[Any, Function]] = {}
+KERNELS: Final[dict[Any, Function]] = {**cpu_pictures.KERNELS}
 """Op -> a function of the same arguments that returns, on the meta device, what the CPU kernel returns."""
 
-FUNCTIONS: Final[dict[Any, Function]] = {}
+FUNCTIONS: Final[dict[Any, Function]] = {**cpu_pictures.FUNCTIONS}
 """Function of torch's Python face -> a function of the same arguments that takes the path it takes on CPU."""
 
 
@@ -296,24 +296,6 @@ def recurrent_remark(input: Any, second: Any, third: Any, *rest: Any) -> str | N
     return _PACKED.replace(" of several lengths", "") if torch.is_tensor(third) else None
 
 
-# -- convolution -------------------------------------------------------------------------------------------------------
-
-
-@stating(KERNELS, aten.convolution.default)
-def convolution(input: Any, weight: Any, *rest: Any) -> Any:
-    """Channels last if input or weight is (`ATen/native/Convolution.cpp`, `determine_backend_memory_format`)."""
-    out = aten.convolution.default(input, weight, *rest)
-    formats = {suggest_memory_format(tensor) for tensor in (input, weight)} - {torch.contiguous_format}
-    return out.to(memory_format=formats.pop()) if formats else out
-
-
-@stating(KERNELS, aten.im2col.default, aten.col2im.default)
-def unfolded(input: Any, *rest: Any) -> Any:
-    """In a storage that was made for the input (`ATen/native/Im2Col.cpp`, `Col2Im.cpp`, and those for CUDA)."""
-    out = (aten.im2col if len(rest) == 4 else aten.col2im).default(input, *rest)
-    return input.new_empty(input.shape).resize_(out.shape)
-
-
 # -- products of groups ------------------------------------------------------------------------------------------------
 
 
@@ -528,35 +510,6 @@ def max_pool1d(input: Any, *args: Any, **kwargs: Any) -> Any:
     return input.new_empty(shape)
 
 
-class _GroupNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, input: Any, weight: Any, bias: Any, groups: int, eps: float) -> Any:
-        context.sizes = (*input.shape[:2], input.shape[2:].numel(), groups)
-        out, mean, rstd = torch.native_group_norm(input, weight, bias, *context.sizes, eps)
-        context.save_for_backward(input, weight, mean, rstd)
-        return out
-
-    @staticmethod
-    def backward(context: Any, gradient: Any) -> Any:
-        input, weight, mean, rstd = context.saved_tensors
-        gradient = gradient.contiguous(memory_format=suggest_memory_format(input))
-        needed = context.needs_input_grad[:3]
-        made = aten.native_group_norm_backward(gradient, input, mean, rstd, weight, *context.sizes, needed)
-        return *made, None, None
-
-
-@stating(FUNCTIONS, torch.group_norm)
-def group_norm(input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *rest: Any) -> Any:
-    """In the input's own layout, channels last too, there and back; meta makes all contiguous.
-
-    `ATen/native/group_norm.cpp`, and `native_group_norm` in `tools/autograd/derivatives.yaml`.
-    """
-    layout = suggest_memory_format(input)
-    if layout is torch.contiguous_format:
-        return torch.group_norm(input, num_groups, weight, bias, eps, *rest)
-    return _GroupNorm.apply(input.contiguous(memory_format=layout), weight, bias, num_groups, eps)
-
-
 # -- one kernel in evaluation ------------------------------------------------------------------------------------------
 
 
@@ -579,14 +532,14 @@ def transformer_encoder_layer(src: Any, *rest: Any) -> Any:
 
 
 FUSED_STEPS: Final = (
-    *(aten._fused_sgd_.default, aten._fused_sgd_.tensor_lr),
+    *(aten._fused_adam_.tensor_lr, aten._fused_adamw_.tensor_lr, aten._fused_sgd_.default, aten._fused_sgd_.tensor_lr),
     *(aten._fused_adagrad_.default, aten._fused_adagrad_.tensor_lr),
 )
 
 
 @stating(KERNELS, *FUSED_STEPS)
 def fused_step(*args: Any, **kwargs: Any) -> None:
-    """All in place, in one kernel (`ATen/native/FusedSGD.cpp`, `FusedAdagrad.cpp`, and their kernels for CUDA)."""
+    """All in place, in one kernel (`ATen/native/FusedAdam.cpp`, `FusedSGD.cpp`, `FusedAdagrad.cpp`; on CUDA, too)."""
 
 
 MADE_IN: Final = {

@@ -497,6 +497,12 @@ def pool_backward_scratch(gradient: Any, input: Any, *rest: Any) -> list[int]:
     return [_nbytes(tensor) for tensor in taken if not tensor.is_contiguous(memory_format=layout)]
 
 
+@stating(SCRATCH, aten.roll.default)
+def roll_scratch(input: Any, shifts: Any, dims: Any = ()) -> list[int]:
+    """One result for each dimension that is rolled (`ATen/native/TensorTransformations.h`, `roll_common`)."""
+    return [_nbytes(input)] * (len(dims) - 1)
+
+
 @stating(SCRATCH, aten.repeat.default)
 def repeat_scratch(input: Any, repeats: Any) -> list[int]:
     """Sizes and how often each, as tensors (`ATen/native/TensorShape.cpp`)."""
@@ -509,6 +515,12 @@ def sort_scratch(input: Any, *rest: Any, **options: Any) -> list[int]:
     """Places of the numbers that are sorted at once (`ATen/native/cpu/SortingKernel.cpp`)."""
     dims = [arg for arg in (*rest, *options.values()) if type(arg) is int]
     return [8 * input.shape[dims[0] if dims else -1]] if input.dim() else []
+
+
+@stating(SCRATCH, aten.log_sigmoid_forward.default)
+def log_sigmoid_scratch(input: Any) -> list[int]:
+    """A contiguous copy (`ATen/native/Activation.cpp`, `log_sigmoid_forward_cpu`)."""
+    return _copied(input)
 
 
 @stating(SCRATCH, aten.embedding_dense_backward.default)

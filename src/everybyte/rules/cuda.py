@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from .. import gpus
-from . import autocast, cpu, cuda_attention, cuda_dropout, cuda_reduction, cuda_rnn, cuda_sort
+from . import autocast, cpu, cpu_pictures, cuda_attention, cuda_dropout, cuda_reduction, cuda_rnn, cuda_sort
 from .base import Function, Rules, stating
 from .engine import is_dense
 
@@ -233,7 +233,7 @@ def convolution(input: Any, weight: Any, *rest: Any) -> Any:
     """As on the host, but contiguous in double precision (`ConvUtils.h`, `cudnn_conv_suggest_memory_format`)."""
     if torch.float64 in (input.dtype, weight.dtype):
         return aten.convolution.default(input, weight, *rest)
-    return cpu.convolution(input, weight, *rest)
+    return cpu_pictures.convolution(input, weight, *rest)
 
 
 # -- softmax and losses ------------------------------------------------------------------------------------------------
