@@ -123,6 +123,8 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "quotient of whole numbers": lambda on: on(WHOLE) / on(WHOLE),
     "root of whole numbers": lambda on: on(WHOLE).sqrt(),
     "comparison of whole numbers with a fraction": lambda on: on(WHOLE) < 2.5,
+    "power of a number": lambda on: 10000.0 ** on(A),
+    "power of a fraction to whole numbers": lambda on: 0.5 ** on(WHOLE),
     "truth values and numbers": lambda on: (on(WHOLE) > 3) * on(A),
     "choice of two dtypes": lambda on: torch.where(on(WHOLE) > 3, on(A), on(HALF)),
     "one dtype": lambda on: on(A) + on(A),

@@ -114,6 +114,16 @@ def _itemsize(number: complex) -> int:
     return _dtype_of(number).itemsize
 
 
+@stating(SCRATCH, aten.pow.Scalar)
+def power_scratch(base: complex, exponent: Any) -> list[int]:
+    """A tensor made of the number, and in the common dtype what is not (`ATen/native/Pow.cpp`)."""
+    if base == 1 or isinstance(base, complex):
+        return []
+    common = elementwise_dtypes(base, exponent, type_promotion_kind=_PROMOTION)[1]
+    copied = [_nbytes(exponent, common)] if exponent.dtype != common else []
+    return [_itemsize(base), *([common.itemsize] if _dtype_of(base) != common else []), *copied]
+
+
 @stating(
     SCRATCH,
     *(
