@@ -69,9 +69,15 @@ class Rules:
 
 
 def stating(table: dict[Any, Function], *names: Any) -> Callable[[Function], Function]:
-    """Decorates a function that states the rule for these ops or functions: it goes into the table under each."""
+    """Decorates a function that states the rule for these ops or functions: it goes into the table under each.
+
+    Raises:
+        ValueError: If one of them has a rule there already.
+    """
 
     def register(function: Function) -> Function:
+        if twice := [str(name) for name in names if name in table]:
+            raise ValueError(f"{function.__name__}: {', '.join(twice)} has a rule already")
         table.update(dict.fromkeys(names, function))
         return function
 

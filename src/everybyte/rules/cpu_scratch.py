@@ -114,16 +114,6 @@ def _itemsize(number: complex) -> int:
     return _dtype_of(number).itemsize
 
 
-@stating(SCRATCH, aten.pow.Scalar)
-def power_scratch(base: complex, exponent: Any) -> list[int]:
-    """A tensor made of the number, and in the common dtype what is not (`ATen/native/Pow.cpp`)."""
-    if base == 1 or isinstance(base, complex):
-        return []
-    common = elementwise_dtypes(base, exponent, type_promotion_kind=_PROMOTION)[1]
-    copied = [_nbytes(exponent, common)] if exponent.dtype != common else []
-    return [_itemsize(base), *([common.itemsize] if _dtype_of(base) != common else []), *copied]
-
-
 @stating(
     SCRATCH,
     *(
@@ -505,12 +495,6 @@ def pool_backward_scratch(gradient: Any, input: Any, *rest: Any) -> list[int]:
     layout = suggest_memory_format(gradient)
     taken = [gradient, input, *(arg for arg in rest if isinstance(arg, torch.Tensor))]
     return [_nbytes(tensor) for tensor in taken if not tensor.is_contiguous(memory_format=layout)]
-
-
-@stating(SCRATCH, aten.roll.default)
-def roll_scratch(input: Any, shifts: Any, dims: Any = ()) -> list[int]:
-    """One result for each dimension that is rolled (`ATen/native/TensorTransformations.h`, `roll_common`)."""
-    return [_nbytes(input)] * (len(dims) - 1)
 
 
 @stating(SCRATCH, aten.repeat.default)
