@@ -95,6 +95,27 @@ def test_between_the_optimizer_s_step_and_the_next_module_nothing_is_forward(run
     assert products[["step", "phase"]].values.tolist() == [[step, "forward"] for step in (0, 0, 1, 1)]
 
 
+@pytest.mark.parametrize("run", [lambda: eb.trace(rules="cpu"), lambda: eb.measure("cpu")], ids=["trace", "measure"])
+def test_a_forward_pass_in_the_closure_of_the_optimizer_s_step_is_forward_and_what_it_keeps_an_activation(run):
+    with run() as run:
+        model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), run.to_device(torch.zeros(4, 8))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(x).sum()
+            loss.backward()
+            return loss
+
+        for _ in run.steps(2):
+            optimizer.step(closure)
+    made = run.timeline.frame().query("action == 'alloc' and step == 1")
+    of = made.set_index("op")[["phase", "category"]]
+    assert of.loc["tanh"].tolist() == ["forward", "activation"]
+    assert set(made[made["category"] == "gradient"]["phase"]) == {"backward"}
+    assert set(run.timeline.frame().query("category == 'optimizer state'")["phase"]) == {"optimizer"}
+
+
 def test_a_step_without_modules_is_forward_again_when_the_next_one_begins():
     with eb.trace(rules="cpu") as run:
         weight = nn.Parameter(torch.ones(8))

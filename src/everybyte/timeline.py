@@ -395,13 +395,15 @@ class Recorder:
         """Sets the phase from what is running; what belongs to no pass is "other".
 
         In a step all is forward that is neither backward nor the optimizer's, because a loss need not be a module's;
-        after the optimizer's step (`end_update`) only what a module's forward begins.
+        after the optimizer's step (`end_update`) only what a module's forward begins. A module that runs in the
+        optimizer's step does so in its closure, which is how Lightning takes a step.
         """
         if backward and self.phase != "backward":
             self._kept_for_backward |= self._live
         self._updated = self._updated and not module
         forward = bool(module) or (self._in_loop and not self._updated)
-        phase = "backward" if backward else "optimizer" if optimizer else "forward" if forward else "other"
+        updates = optimizer and not module
+        phase = "backward" if backward else "optimizer" if updates else "forward" if forward else "other"
         if phase != self.phase:
             self._enter(self.step, phase)
 
