@@ -39,8 +39,8 @@ $(INSTALLED): requirements.txt pyproject.toml
 		echo "This project needs Python 3.11 or later, and '$(PYTHON)' is $$($(PYTHON) -V 2>&1). Name a newer one: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 		echo "'$(PYTHON)' cannot make virtual environments: its venv module is missing (on Debian and Ubuntu: apt install python3-venv)."; exit 1; }
-	@echo "Setting up $(VENV) with $$($(PYTHON) -V): about 130 packages, pinned in requirements.txt."
-	@echo "With the CPU build of PyTorch that is about 400 MB to download and 1.9 GB on disk, a few minutes;"
+	@echo "Setting up $(VENV) with $$($(PYTHON) -V): about 150 packages, pinned in requirements.txt."
+	@echo "With the CPU build of PyTorch that is about 420 MB to download and 2.0 GB on disk, a few minutes;"
 	@echo "with its CUDA build (what pip picks on Linux unless told otherwise) several GB. The README says how to choose."
 	@$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
