@@ -139,6 +139,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "products of matrices repeated": lambda on: on(A).expand(3, 6, 10).mT @ on(A).expand(3, 6, 10),
     "loss of each": lambda on: F.binary_cross_entropy_with_logits(on(A), on(A), reduction="none"),
     "loss": lambda on: F.binary_cross_entropy_with_logits(on(A), on(A), pos_weight=on(A)[0]),
+    "loss in half precision": lambda on: F.binary_cross_entropy_with_logits(on(HALF), on(HALF)),
     "squares": lambda on: F.mse_loss(on(HALF), on(HALF)),
     "repeated": lambda on: on(A).repeat(2, 1, 3),
     "sorted": lambda on: on(A).sort(-1),

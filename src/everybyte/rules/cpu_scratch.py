@@ -309,7 +309,7 @@ def binary_cross_entropy_with_logits_scratch(
         terms = [n, n, -n]
     if reduction == 0:
         return [*terms, None]
-    return [*terms, n, None, *(_divided(input.dtype) if reduction == 1 else [])]
+    return [*terms, n, None, *(_mean(input.numel(), input.dtype) if reduction == 1 else [])]
 
 
 @stating(SCRATCH, aten._ctc_loss_backward.default)
