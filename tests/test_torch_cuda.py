@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import io
+import os
+import queue
+import re
 import runpy
 import sys
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
@@ -570,6 +574,59 @@ def test_what_no_rule_covers_ends_in_one_line_that_names_it(run, call):
     with pytest.raises(NotImplementedError, match=r"test_torch_cuda\.py:\d+: ") as refused:
         call()
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["_exit", "execl", "execvp"])
+def test_what_would_end_the_process_takes_no_answer_with_it(run, name):
+    arguments = {"_exit": (0,), "execl": ("/bin/true", "true"), "execvp": ("/bin/true", ["true"])}[name]
+    with pytest.raises(NotImplementedError, match=r"os\.\w+ is not covered: the process would end"):
+        getattr(os, name)(*arguments)
+
+
+def test_what_the_code_has_forked_may_end_itself():
+    with eb.trace(rules="cuda"):
+        child = os.fork()
+        if child == 0:
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda x: torch.empty(8, device="cuda"),
+        lambda x: torch.ones(8).cuda(),
+        lambda x: torch.ones(8).to("cuda:0", non_blocking=True),
+        lambda x: torch.ones(8).to(torch.device("cuda")),
+        lambda x: x.repeat(4),
+        lambda x: x.clone(),
+    ],
+)
+def test_what_another_thread_does_on_the_gpu_is_said_not_to_be_covered(work):
+    with eb.trace(rules="cuda") as run:
+        x, made = torch.ones(8), queue.Queue()
+        threading.Thread(target=lambda: made.put(work(x))).start()
+        assert made.get(timeout=30).dtype == torch.float32  # who waits for it is not left waiting
+    (said,) = run.not_covered
+    assert re.fullmatch(r"what another thread does on the GPU at \S*test_torch_cuda\.py:\d+", said)
+
+
+def test_a_pools_threads_are_told_as_well():
+    with eb.trace(rules="cuda") as run, ThreadPoolExecutor(1) as pool:
+        pool.submit(torch.empty, 8, device="cuda").result()
+    assert run.not_covered
+
+
+def test_another_thread_may_do_what_it_wants_on_the_host():
+    with eb.trace(rules="cuda", default="cpu") as run:
+        made = []
+        thread = threading.Thread(target=lambda: made.append(torch.arange(4).sum().item()))
+        thread.start()
+        thread.join()
+    assert made == [6] and not run.not_covered
 
 
 def test_a_function_that_was_compiled_before_the_trace_is_refused_as_well():

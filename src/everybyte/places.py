@@ -20,8 +20,18 @@ _OURS: Final = Path(__file__).parent
 MACHINERY: Final = tuple(
     str(_OURS / name)
     for name in (
-        *("as_main.py", "attribution.py", "cli.py", "commands", "direct.py", "files.py", "foreign.py", "importing.py"),
-        *("kernels.py", "loaders.py", "measure.py", "measure_cuda.py", "operands.py", "pretrained.py", "rules"),
+        *("as_main.py", "attribution.py", "cli.py", "commands", "direct.py", "elsewhere.py", "files.py"),
+        *(
+            "foreign.py",
+            "importing.py",
+            "kernels.py",
+            "loaders.py",
+            "measure.py",
+            "measure_cuda.py",
+            "operands.py",
+            "pretrained.py",
+            "rules",
+        ),
         *("run.py", "saved.py", "scalars.py", "script.py", "storages.py", "surface.py", "torch_cuda.py", "trace.py"),
         *("values.py",),
     )

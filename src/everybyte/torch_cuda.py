@@ -7,6 +7,7 @@ block lasts; what a CUDA build has is put back after it, untouched. Threads that
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import weakref
@@ -22,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
 from .attribution import user_line
+from .elsewhere import told
 from .gpus import GPU
 from .memory_stats import MemoryStats
 from .rules.cuda_attention import takes
@@ -80,7 +82,7 @@ class Run(Protocol):
 @contextmanager
 def believable(run: Run, stats: MemoryStats) -> Iterator[None]:
     """Puts the answers in place while the block lasts, and everything back as it was after it."""
-    with _in_place((*_answers(run, stats), *_refusals(_OF_CUDA))), refusing():
+    with _in_place((*_answers(run, stats), *_refusals(_OF_CUDA))), told(run), refusing():
         yield
 
 
@@ -89,6 +91,7 @@ def refusing() -> Iterator[None]:
     """Ends a trace, by any rules, where the code compiles or asks for other processes."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")  # runs what was compiled before the trace
     answers: list[tuple[Any, str, Any]] = [(torch, "compile", _compile), *_refusals(_OF_SEVERAL)]
+    answers += [(os, name, _staying(name)) for name in ("_exit", "execv", "execve")]
     if compiler is not None:
         uncompiled = compiler._callback_from_stance
         answers.append((compiler, "_callback_from_stance", lambda code: _compile() if code else uncompiled(code)))
@@ -447,6 +450,19 @@ def _refusals(refused: Iterable[tuple[Any, str, str]]) -> Iterator[tuple[Any, st
     for owner, name, why in refused:
         answer = _refusing(owner, name, why)
         yield owner, name, staticmethod(answer) if name == "__new__" else answer
+
+
+def _staying(name: str) -> Callable[..., Any]:
+    """What ends a process at once, or makes another program of it, does so to those that the code has forked alone."""
+    own, ends = os.getpid(), getattr(os, name)
+
+    def stayed(*args: Any, **kwargs: Any) -> Any:
+        if os.getpid() != own:
+            return ends(*args, **kwargs)
+        why = "the process would end, and the answer with it; end with sys.exit()"
+        raise NotImplementedError(f"{user_line()}: os.{name} is not covered: {why}")
+
+    return stayed
 
 
 def _refusing(owner: Any, name: str, why: str) -> Callable[..., Any]:
