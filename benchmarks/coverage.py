@@ -50,6 +50,8 @@ SECONDS: Final = 60
 """Of the processor's time, for each architecture; and ten times that by the clock."""
 MEMORY: Final = 8 * GiB
 STEPS: Final = 1
+SEARCH: Final = 20
+"""The part of it in which a size and a batch have to be found."""
 TOO_MANY: Final = 40_000_000
 """Parameters from which on a model is not small, and the next size is tried."""
 
@@ -67,6 +69,8 @@ def found(architecture: Architecture) -> tuple[Any, dict[str, np.ndarray]]:
     """
     causes: list[str] = []
     for size in SIZES:
+        if causes and time.process_time() > SEARCH:
+            break
         try:
             config = architecture.config(**Shrinking(size).arguments(architecture.config))
             parameters = sum(p.numel() for p in on_meta(architecture, config).parameters())

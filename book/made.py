@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import re
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
 import torch
 
 import everybyte
@@ -88,3 +90,42 @@ def peers() -> str:
         whole = f"{total:,}" if total else "–"
         rows.append(f"| {answer['tool']} {answer['version']} | {asked} | {' | '.join(cells)} | {whole} |")
     return "\n".join([*rows, "", f"Asked on {answers[-1]['date']}."])
+
+
+def coverage() -> str:
+    """By family, how many architectures of transformers train, are traced, and are exact, and what does not hold."""
+    table = _coverage()
+    rows = ["| family | train | traced | peak exact | by CUDA's rules |", "|---|--:|--:|--:|--:|"]
+    trained = table[table["peak measured"].notna()]
+    for name, of in [*trained.groupby("family"), ("all", trained)]:
+        counts = (of["traced"] == True, of["difference"] == 0, of["traced by CUDA's rules"] == True)  # noqa: E712
+        rows.append(f"| {name} | {len(of)} | {' | '.join(str(int(count.sum())) for count in counts)} |")
+    tried = f"{len(table)} architectures have been tried so far, and {len(trained)} of them train."
+    return "\n".join([tried, "", *rows])
+
+
+def coverage_rows() -> str:
+    """A row for each architecture, with its cause where its peak is not exact."""
+    table = _coverage()
+    rows = ["| architecture | parameters | peak, B | difference, B | cause |", "|---|--:|--:|--:|---|"]
+    for row in table.to_dict("records"):
+        numbers = [row["parameters"], row["peak measured"], row["difference"]]
+        cells = ["–" if number != number else f"{int(number):,}" for number in numbers]
+        rows.append(f"| {row['architecture']} | {' | '.join(cells)} | {_cause(row)} |")
+    first = table.iloc[0]
+    return "\n".join([*rows, "", f"transformers {first['transformers']}, PyTorch {first['torch']}."])
+
+
+def _coverage() -> pd.DataFrame:
+    return pd.read_parquet(Path(__file__).with_name("coverage.parquet"))
+
+
+def _cause(row: dict[str, Any]) -> str:
+    """Why an architecture is not exact, in a line that a table can hold."""
+    if isinstance(row["cause"], str):
+        text = row["cause"]
+    elif row["difference"] != 0:
+        text = row["first differing"] or row["first differing, with scratch"]
+    else:
+        text = ""
+    return re.sub(r"[|`<>*_\[\]]", " ", text)[:160]
