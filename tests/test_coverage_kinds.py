@@ -229,3 +229,9 @@ def test_a_convolution_too_large_to_ask_is_named():
     with eb.trace(rules="cpu") as run:
         F.conv2d(torch.ones(64, 256, 56, 56), torch.ones(256, 256, 3, 3))
     assert any("convolution" in what for what in run.left_out)
+
+
+def test_numbers_drawn_by_size_are_on_the_traced_device():
+    assert_same(learns(6), function=backward(lambda x: x * torch.normal(0, 0.1, size=(6,))))
+    with eb.trace(rules="cuda"):
+        assert torch.normal(0.0, 1.0, (2, 3)).is_cuda and torch.normal(torch.zeros(3), 1.0).is_cuda

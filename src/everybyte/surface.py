@@ -187,6 +187,7 @@ class Surface(TorchFunctionMode):
             tensor.new_tensor: self._new_tensor,
             tensor.__deepcopy__: self._deepcopy,
             tensor.to: self._to,
+            torch.normal: self._draw,
             tensor.cpu: lambda func, args, kwargs: self._to(tensor.to, (args[0], _HOST), {}),
         }
         if not rules.on_host:
@@ -369,6 +370,12 @@ class Surface(TorchFunctionMode):
         if isinstance(index, (list, np.ndarray)) and not any(isinstance(i, torch.Tensor) for i in tree_leaves(index)):
             return self._make(torch.tensor, (index,), {})
         return index
+
+    def _draw(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """`torch.normal`, which makes a tensor where both its parameters are numbers."""
+        if any(isinstance(leaf, torch.Tensor) for leaf in (*args[:2], kwargs.get("mean"), kwargs.get("std"))):
+            return self._run.call(func, args, kwargs)
+        return self._make(func, args, kwargs)
 
     def _new_tensor(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         like, *data = args
