@@ -277,13 +277,16 @@ def test_a_script_shorter_than_that_ends_itself(script):
     assert (ran.ended, ran.run.timeline.info["steps"]) == ("the script's end", 2)
 
 
-def test_whatever_handles_errors_does_not_stop_a_script_from_ending(script):
+@pytest.mark.parametrize("caught", ["except Exception:", "except:", "except BaseException as error:"])
+def test_whatever_handles_errors_does_not_stop_a_script_from_ending(caught, script):
+    before = sys.gettrace()
     ran = script(
         LOOP.replace("range(100)", "range(10**9)")
         .replace("    model(", "    try:\n        loss = model(")
-        .replace("sum().backward()", "sum()\n    except Exception:\n        continue\n    loss.backward()")
+        .replace("sum().backward()", f"sum()\n    {caught}\n        continue\n    loss.backward()")
     ).trace()
     assert ran.ended == "3 steps"
+    assert sys.gettrace() is before
 
 
 def test_steps_are_those_of_the_optimizer_that_steps_most_often(script):

@@ -67,6 +67,8 @@ LOST = {
     "math": "decided = math.exp(loss.item()) < 10",
     "float": "history.append(float(loss.item()))\ndecided = history[-1] < 0.01",
     "float of a tensor": "history.append(float(loss.detach()))\ndecided = history[-1] < 0.01",
+    "signed text": "history.append(f'{loss.item():+.4f}')\ndecided = not sum(map(float, history)) < 0",
+    "a sign": "decided = not str(loss.item()).startswith('-')",
     "text": "decided = float(f'{loss.item():.4f}') < 10",
     "json": "decided = json.loads(json.dumps({'loss': loss.item()}))['loss'] < 10",
     "pickle": "decided = pickle.loads(pickle.dumps(loss.item())) < 10",
@@ -142,7 +144,7 @@ def test_a_way_that_is_named_says_what_the_other_one_takes(forecast):
     assert either.verdict.why.endswith(
         f"either way it peaks at {eb.units.format_bytes(either.answer['peak_allocated'])}"
     )
-    never = forecast(training("if loss.item() < -1: kept = torch.zeros(2**26, device='cuda')"))
+    never = forecast(training("if 0.30 < loss.item() < 0.31: kept = torch.zeros(2**26, device='cuda')"))
     assert never.verdict.why.endswith("figures are of the way taken")
     other = forecast(training("if loss.item() > 3: kept = torch.zeros(2**26, device='cuda')"))
     assert "with others it peaks at 553," in other.verdict.why
@@ -157,13 +159,19 @@ def test_a_world_that_the_program_does_not_bear_is_compared_up_to_there(forecast
     found = forecast(diverging)
     assert found.verdict.word == "fits"
     assert [(seen.world, seen.ended != "") for seen in found.worlds.others] == [
-        *(("large", False), ("falling", True), ("mixed", True), ("rising", False))
+        *(("large", False), ("falling", True), ("mixed", True), ("negative", True), ("rising", False))
     ]
     before = "kept = [torch.zeros(2**26, device='cuda')] if math.sqrt(loss.item()) > 3 else []\n"
     assert "from train.py:20 on" in forecast(diverging.replace("    if math", f"    {before}    if math")).verdict.why
     # A large number does not suit the program; a smaller one shows what hangs on it.
     gentler = training("if math.exp(loss.item()) > 1e4: kept = torch.zeros(2**26, device='cuda')")
-    assert [seen.world for seen in forecast(gentler).worlds.others] == ["large", "falling", "mixed", "rising"]
+    assert [seen.world for seen in forecast(gentler).worlds.others] == [
+        "large",
+        "falling",
+        "mixed",
+        "negative",
+        "rising",
+    ]
     assert "from train.py:20 on" in forecast(gentler).verdict.why
 
 
@@ -307,7 +315,7 @@ def test_the_command_asks_other_worlds_in_processes_of_their_own(tmp_path, monke
     out, err = capsys.readouterr()
     answer = json.loads(out)
     assert [(run["answers"], run["parts_at"]) for run in answer["worlds"]] == [
-        *(("large", "train.py:21"), ("falling", None), ("mixed", None))
+        *(("large", "train.py:21"), ("falling", None), ("mixed", None), ("negative", None))
     ]
     added = answer["worlds"][0]["peak_allocated"] - answer["peak_allocated"]  # in the third step, and still the second
     assert 2**29 - 2**20 < added <= 2**29

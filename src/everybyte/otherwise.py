@@ -95,7 +95,7 @@ def compared(base: Seen, others: Sequence[Seen] = (), again: Callable[[], Seen] 
         where = next(line for _, line in sorted(parts.values()))
         if not lines:
             reasons.append(f"the values that no trace knows decide what is allocated from {where} on: {way}")
-    elif all(len(outcomes - {None}) > 1 for outcomes in lines.values()):
+    elif all(map(_went_both_ways, lines.values())):
         way = f"either way it peaks at {peak}"
     failed = [seen for seen in others if not seen.ended]
     if foreign := [seen for seen in failed if not seen.is_own]:
@@ -135,6 +135,14 @@ def _lines(base: Seen, others: Sequence[Seen]) -> dict[str, set[Any]]:
         for line, outcomes in seen.decisions.items():
             lines.setdefault(line, set()).update(outcomes)
     return lines
+
+
+def _went_both_ways(outcomes: set[Any]) -> bool:
+    """Whether each comparison of a line came to more than one answer: of two in a chain the second may not have."""
+    answers: dict[int, set[Any]] = {}
+    for instruction, answer in outcomes - {None}:
+        answers.setdefault(instruction, set()).add(answer)
+    return bool(answers) and all(len(given) > 1 for given in answers.values())
 
 
 def difference(one: Seen, other: Seen) -> tuple[int, str] | None:

@@ -27,8 +27,8 @@ from importlib.util import module_from_spec, spec_from_file_location
 from operator import attrgetter
 from pathlib import Path
 from traceback import walk_tb
-from types import ModuleType
-from typing import Any, Final
+from types import FrameType, ModuleType
+from typing import Any, Final, NoReturn
 from unittest import mock
 
 import torch
@@ -202,10 +202,12 @@ class Program:
         ended, names = "the script's end", None
         kept = getattr(run, "kept", None)
         with counter.counted(), unwritten(kept, lambda: unsaved.append(attribution.user_line())):
+            traces = sys.gettrace()
             try:
                 names = _called(self._run_as_main)
             except Enough:
                 ended = _several(counter.done, counter.unit)
+                sys.settrace(traces)
             except FileNotFoundError as error:
                 if unsaved:
                     raise NotImplementedError(
@@ -250,8 +252,16 @@ class _Counter:
     def __init__(self, run: Any, most: int) -> None:
         self._run = run
         self._most = most
-        self._over = False
+        self._over = self._stopped = False
         self.done = 0
+
+    def stop(self) -> NoReturn:
+        """Raises `Enough`, and once more out of the handler where a bare `except` has caught it before."""
+        self.end()
+        if self._stopped:
+            _raise_from_the_next_line()
+        self._stopped = True
+        raise Enough
 
     def end(self) -> None:
         """Marks that what comes now is after the last one: what the program gives back as it unwinds, for example."""
@@ -331,8 +341,7 @@ class _Steps(_Counter):
 
     def _end_or_begin(self, begins: bool = True) -> None:
         if self.done == self._most:
-            self.end()
-            raise Enough
+            self.stop()
         if not begins:
             return
         self._begun, self._over = True, False
@@ -366,8 +375,7 @@ class _Batches(_Counter):
     def _on_call(self, module: nn.Module, args: Any) -> None:
         trains = torch.is_grad_enabled()
         if trains and self.done >= self._most and not self._predicts:
-            self.end()
-            raise Enough
+            self.stop()
         if not trains and self._open and not self._open[-1]:
             self._run.mark_step(self.done)
         for kinds in self._open:
@@ -401,6 +409,22 @@ class _Batches(_Counter):
                     return
         finally:
             self._open.remove(kinds)
+
+
+def _raise_from_the_next_line() -> None:
+    """Lets the next line of the program's own frames raise `Enough`: in a handler, that is outside of its `try`."""
+
+    def line(frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "line":
+            raise Enough  # which also ends the tracing of lines
+        return line
+
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not Program._run_as_main.__code__:
+        if not frame.f_globals.get("__name__", "").startswith(("torch.", f"{__package__}.")):
+            frame.f_trace = line
+        frame = frame.f_back
+    sys.settrace(lambda *_: None)
 
 
 def _several(count: int, unit: str) -> str:

@@ -855,7 +855,8 @@ class Trace(Run):
         return list(self.decisions)
 
     def _decided(self, line: str, outcome: Any = None) -> None:
-        self.decisions.setdefault(line, set()).add(outcome)
+        asked = None if outcome is None else (asking_frame().f_lasti, outcome)  # a line may compare twice
+        self.decisions.setdefault(line, set()).add(asked)
 
     def _by_value(self, op: Op, args: Any, real: Any) -> Any:
         """What an op returns whose result depends on values, where they are known.

@@ -2,8 +2,8 @@
 
 Where a program asks for a value that a trace does not know, it is answered with a number, which tells while it stays
 ours if it decides something (`everybyte.values`). `math.exp(loss.item())` is ours no more, nor is an element of an
-array. So a program that asks is traced again in other worlds, whose answers are large or small, rise or fall. What it
-allocates in all of them alike hangs on none of them (`everybyte.otherwise`).
+array. So a program that asks is traced again in other worlds, whose answers are large, small or negative, rise or fall.
+What it allocates in all of them alike hangs on none of them (`everybyte.otherwise`).
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ LARGE: Final = World("large", lambda k: 2.0**20 * (2 - 1 / (k + 1)), lambda k: 1
 RISING: Final = World("rising", lambda k: 700 - 200 / (k + 1), lambda k: 1, 0.0)  # exp(700) is still a number
 FALLING: Final = World("falling", lambda k: 1 / (k + 2), lambda k: 1, -0.5)
 MIXED: Final = World("mixed", lambda k: 1 / (k + 2) if _mixed(k) else 2.0 ** (k % 8 + 1), _mixed, -0.125)
-WORLDS: Final = {world.name: world for world in (ZEROS, LARGE, RISING, FALLING, MIXED)}
+NEGATIVE: Final = World("negative", lambda k: -(2.0 ** (k % 16)), lambda k: 1, 0.25)
+WORLDS: Final = {world.name: world for world in (ZEROS, LARGE, RISING, FALLING, MIXED, NEGATIVE)}
 
-OTHERS: Final = ("large", "falling", "mixed")
+OTHERS: Final = ("large", "falling", "mixed", "negative")
 """Those in which a program is traced again."""
 
 GENTLER: Final = {"large": "rising"}
@@ -80,12 +81,13 @@ class Answers:
             return real
         some = real.view(-1)[:MOST] if real.is_contiguous() else real
         if real.is_floating_point() or real.is_complex():
-            first, most = world.fraction(number), torch.finfo(real.dtype).max
+            first, limits = world.fraction(number), torch.finfo(real.dtype)
+            least, most = limits.min, limits.max
             values = torch.linspace(first, first * (1 + world.slope), some.numel(), dtype=torch.float64)
         else:
-            most = 1 if real.dtype == torch.bool else min(torch.iinfo(real.dtype).max, 2**62)
+            least, most = 0, 1 if real.dtype == torch.bool else min(torch.iinfo(real.dtype).max, 2**62)
             values = world.whole(number) - torch.arange(some.numel()) % 2
-        some.copy_(values.clamp(0, most).reshape(some.shape))
+        some.copy_(values.clamp(least, most).reshape(some.shape))
         return real
 
 
