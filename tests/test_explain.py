@@ -12,7 +12,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from streams import timeline
 
@@ -127,28 +127,31 @@ class State:
         )
 
 
-@st.composite
-def states(draw, limits=True) -> State:
+def drawn(rng, limits=True) -> State:
     """A GPU shared out among its holders, and a request that fails; a driver and a limit refuse in their own way."""
-    total = draw(st.sampled_from([gpu.total for gpu in gpus.TABLE]))
-    outside = draw(st.integers(*CONTEXT)) + draw(st.sampled_from([0, 0, total // 12]))
-    weights = [draw(st.one_of(st.just(0), st.integers(1, 999))) for _ in range(4)]
+    total = rng.choice([gpu.total for gpu in gpus.TABLE])
+    outside = rng.randint(*CONTEXT) + rng.choice([0, 0, total // 12])
+    weights = [rng.choice([0, rng.randint(1, 999)]) for _ in range(4)]
     rest, parts = total - outside, []
     for weight in weights:
         parts.append(rest * weight // (sum(weights) + 300) // 512 * 512)
     free, others, unallocated, graphs = parts
     allocated = rest - free - others - unallocated
-    graphs = min(graphs, allocated) if draw(st.booleans()) else 0
-    tried = round_up(draw(st.integers(1, total * 5 // 4)), 2 * MiB)
+    graphs = min(graphs, allocated) if rng.choice([False, True]) else 0
+    tried = round_up(rng.randint(1, total * 5 // 4), 2 * MiB)
     tried = max(tried, round_up(free + 1, 2 * MiB))
     allowed = None
-    if limits and draw(st.integers(0, 3)) == 0:
-        allowed = allocated + unallocated + draw(st.integers(0, max(0, total - allocated - unallocated)))
-        if free >= 4 * MiB and allowed < allocated + unallocated + free and draw(st.booleans()):
+    if limits and rng.randint(0, 3) == 0:
+        allowed = allocated + unallocated + rng.randint(0, max(0, total - allocated - unallocated))
+        if free >= 4 * MiB and allowed < allocated + unallocated + free and rng.choice([False, True]):
             room = allowed - allocated - unallocated
-            tried = round_up(draw(st.integers(min(room + 1, free - 2 * MiB), free - 2 * MiB)), 2 * MiB)
+            tried = round_up(rng.randint(min(room + 1, free - 2 * MiB), free - 2 * MiB), 2 * MiB)
             assume(tried > room)
     return State(tried, total, free, others, allocated, graphs, unallocated, outside, allowed)
+
+
+def states(limits=True):
+    return st.builds(drawn, st.randoms(use_true_random=False), st.just(limits))
 
 
 @given(states(), st.sampled_from(["2.0", "2.1", "2.5"]), st.sampled_from(["this", "container", "nobody"]))
@@ -161,17 +164,10 @@ def test_the_kind_follows_the_state_whatever_rounding_and_wording_hide(state, wo
 
 
 def test_a_message_that_says_what_this_process_holds_is_nearly_always_decided():
-    undecided = 0
-
-    @settings(max_examples=100)
-    @given(states())
-    def look(state):
-        nonlocal undecided
-        assume(len(state.kinds) == 1 and state.allowed is None)
-        undecided += explain(state.message("2.5", "this")).kind == "cannot say"
-
-    look()
-    assert undecided <= 5
+    evenly = random.Random(0)  # hypothesis looks for the cases between two kinds
+    cases = [state for _ in range(2000) if len((state := drawn(evenly, limits=False)).kinds) == 1]
+    undecided = sum(explain(state.message("2.5", "this")).kind == "cannot say" for state in cases)
+    assert undecided <= 0.05 * len(cases)
 
 
 def test_what_the_model_of_the_allocator_calls_demand_and_fragmentation_is_called_so():

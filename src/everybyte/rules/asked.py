@@ -70,7 +70,13 @@ def _of_layer(src: Any, width: int, *rest: Any) -> int:
 
 
 def _of_three(first: Any, second: Any, third: Any, *rest: Any) -> int:
-    return math.prod(torch.broadcast_shapes(first.shape, second.shape, third.shape))
+    def expanded(tensor: Any, at: Any) -> list[int]:
+        shape = list(tensor.shape)
+        for dim in sorted(at):
+            shape.insert(dim, 1)
+        return shape
+
+    return math.prod(torch.broadcast_shapes(*map(expanded, (first, second, third), rest[:3])))
 
 
 PRODUCTS: Final[dict[Any, Callable[..., int]]] = {
