@@ -207,7 +207,6 @@ class Program:
                 names = _called(self._run_as_main)
             except Enough:
                 ended = _several(counter.done, counter.unit)
-                sys.settrace(traces)
             except FileNotFoundError as error:
                 if unsaved:
                     raise NotImplementedError(
@@ -215,6 +214,8 @@ class Program:
                         "trace has no values. Leave out what loads it, or trace a shorter run"
                     ) from error
                 raise
+            finally:
+                sys.settrace(traces)
         counter.end()
         del names  # what the program leaves is given back after its last step
         if unsaved:
