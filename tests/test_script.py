@@ -1,6 +1,7 @@
 """Programs that know nothing of tracing, run unedited: scripts of the plain kind, and under the frameworks people use.
 
 Each run of a framework has a process of its own, as on the command line: frameworks remember the device they found.
+It is forked from a server that has imported them and run nothing, not from this process, where other tests ran them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 SCRIPTS = Path(__file__).parent / "scripts"
 MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "bert")]
 TRAINER = ["accelerate", "transformers.trainer", *MODELS]
+CLEAN = multiprocessing.get_context("forkserver")
+CLEAN.set_forkserver_preload(["everybyte.script", *TRAINER, "peft", "lightning", "pytorch_forecasting"])
 
 
 # -- the same script, traced and really run ----------------------------------------------------------------------------
@@ -46,14 +49,11 @@ def in_a_process_of_its_own(program, *work, needs=()):
     for package in {module.split(".")[0] for module in needs}:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"the script needs {package}: pip install {package.replace('_', '-')}")
-    for module in needs:  # once, for all processes
-        importlib.import_module(module)
-    context = multiprocessing.get_context("fork")
-    answers = context.Queue()
-    child = context.Process(target=work[0], args=(program, *work[1:], answers))
+    answers = CLEAN.Queue()
+    child = CLEAN.Process(target=work[0], args=(program, *work[1:], answers))
     child.start()
     try:
-        return answers.get(timeout=60)
+        return answers.get(timeout=300)
     finally:
         child.kill()
         child.join()
