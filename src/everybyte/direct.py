@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from .kernels import ABSENT
+from .kernels import ABSENT, Call
 from .ops import Op
 
 _TENSORS: Final = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -33,10 +33,10 @@ HOST: Final = object()
 
 
 class Known(NamedTuple):
-    """What a kind of call becomes, and returns."""
+    """What a kind of call becomes, and does."""
 
     op: Op
-    returns: Any  # as `kernels.make` takes it, or `HOST`
+    call: Call | object  # or `HOST`
 
 
 class Watched(NamedTuple):
@@ -115,9 +115,9 @@ class Direct:
         if op.plan.numbers.issuperset((*positions, *kwargs)):  # no shape depends on their values
             tensors, of_host, key = op.plan.look(args, kwargs)
             beside = self._device != "cpu" and of_host == len(tensors)
-            returns = HOST if beside else op.plan.returned(key)
-            if returns is HOST or (returns is not ABSENT and not of_host):
-                self.known[kind] = Known(op, returns)
+            call = HOST if beside else op.plan.known(key)
+            if call is HOST or (call.returns is not ABSENT and not of_host):
+                self.known[kind] = Known(op, call)
 
 
 def _same(given: Any, had: Any) -> bool:

@@ -19,7 +19,7 @@ from .rules import Rules
 
 META: Final = torch.device("meta")
 ABSENT: Final = object()
-"""What is known of a call that is not remembered."""
+"""What a call returns that is not remembered."""
 _TENSOR_RETURNS: Final = frozenset({"Tensor", "List[Tensor]"})
 _Tensor: Final = torch.Tensor
 _empty_strided: Final = torch.empty_strided
@@ -41,6 +41,16 @@ class New(NamedTuple):
         return _empty_strided(self.size, self.stride, dtype=self.dtype, device=META)
 
 
+class Call(NamedTuple):
+    """What an op does in a call like one before."""
+
+    returns: Any = ABSENT  # as `make` takes it
+    takes: tuple[int, ...] | None = None  # bytes of each piece of its scratch, where its kind of op settles them
+
+
+_NOT_KNOWN: Final = Call()
+
+
 class Plan:
     """What runs on meta tensors in an op's place, how its calls are told apart, and what they returned.
 
@@ -53,7 +63,8 @@ class Plan:
         kernel = rules.kernel(func)
         self.kernel: Callable[..., Any] = func._op if kernel is func else kernel  # `_op` is what the op itself calls
         self.remembers = _can_be_remembered(func)
-        self._returns: dict[Any, Any] = {}  # by call
+        self.iterated = None if func in rules.scratch else rules.iterated(func)
+        self._calls: dict[Any, Call] = {}
         # A number's value changes what is computed, never a shape: only its type tells calls apart.
         arguments = [
             (i, a) for i, a in enumerate(func._schema.arguments) if str(a.type) in ("Tensor", "number", "float")
@@ -98,24 +109,25 @@ class Plan:
                 return tensors, of_host, None
         return tensors, of_host, None if of_host else tuple(key)
 
-    def returned(self, key: Any) -> Any:
-        """What a call that `look` has looked at returned before, as `make` takes it; `ABSENT` if that is not known."""
+    def known(self, key: Any) -> Call:
+        """What is remembered of a call that `look` has looked at."""
         try:
-            return self._returns.get(key, ABSENT)
+            return self._calls.get(key, _NOT_KNOWN)
         except TypeError:  # cannot be hashed
-            return ABSENT
+            return _NOT_KNOWN
 
     def run(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the kernel returns for a call that `look` has looked at."""
-        known = self.returned(key)
-        if known is not ABSENT:
-            return make(known, args)
+        known = self.known(key)
+        if known is not _NOT_KNOWN:
+            return make(known.returns, args)
         out = self.kernel(*args, **kwargs)
         if key is not None:
             self.remembers = _is_plain(out, args)
             with suppress(TypeError):  # cannot be hashed
                 if self.remembers:
-                    self._returns[key] = _describe(out, args)
+                    takes = None if self.iterated is None else tuple(self.iterated(*args, **kwargs))
+                    self._calls[key] = Call(_describe(out, args), takes)
         return out
 
 

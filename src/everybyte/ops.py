@@ -58,10 +58,10 @@ class Op:
         schema, tags = func._schema, func.tags
         name, arguments = schema.name.split("::")[1], list(enumerate(schema.arguments))
         resizes = "resize" in name or name.startswith("set_")
-        scratch = rules.scratch.get(func) or rules.iterated(func)
+        plan, special = Plan(func, rules), func in SPECIAL
+        scratch = rules.scratch.get(func) or plan.iterated
         is_named = func in rules.left_out or func in rules.not_covered
         takes_more = scratch is not None or is_named or str(func) in workspace.PRODUCTS
-        plan, special = Plan(func, rules), func in SPECIAL
         aliases = bool(schema.returns) and all(returned.alias_info is not None for returned in schema.returns)
         takes_tensors = [i for i, arg in arguments if "Tensor" in str(arg.type)]
         counted = rules.on_host and not rules.keeps_operands  # candle keeps a number in the operation

@@ -25,7 +25,7 @@ from .attribution import Attribution, asking_frame, line_of_code_that, storage_o
 from .direct import HOST, Direct, Known
 from .files import guarded
 from .gpus import GPU
-from .kernels import ABSENT, META, New, make, tensors_in
+from .kernels import ABSENT, META, Call, New, make, tensors_in
 from .kinds import has_no_memory, other_kind, runs_own_code
 from .memory_stats import MemoryStats
 from .operands import Operands
@@ -314,7 +314,7 @@ class Trace(Run):
         """Runs a call that is known to become an op, outside any backward node."""
         if self._number != -1:
             self._at_node(None, -1)
-        if known.returns is HOST:
+        if known.call is HOST:
             with torch._C._DisableTorchDispatch():
                 return known.op.func(*args, **kwargs)
         if known.op.aliases:
@@ -508,7 +508,7 @@ class Trace(Run):
                 return self._fill(op, args[0])
             args, kwargs = self._meet(op, tensors, args, kwargs)
             tensors, of_host, key = op.plan.look(args, kwargs)
-        return self._run(op, op.plan.returned(key), args, kwargs, tensors, key, node, from_python)
+        return self._run(op, op.plan.known(key), args, kwargs, tensors, key, node, from_python)
 
     def _in_outline(self, op: Op, tensors: list[torch.Tensor], args: Any, kwargs: Any, device: torch.device) -> Any:
         """What an op beside the traced device comes to, of which not all values are known: outlines again."""
@@ -543,7 +543,7 @@ class Trace(Run):
     def _run(
         self,
         op: Op,
-        returns: Any,
+        call: Call,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         tensors: list[torch.Tensor],
@@ -557,6 +557,7 @@ class Trace(Run):
         known = self._known.covers(tensors)
         early = op.mutates or op.data_dependent
         real = self._known.follow(op, args, kwargs) if known and early else UNKNOWN
+        returns, takes = call
         if returns is not ABSENT:
             out = make(returns, args)
         else:
@@ -583,12 +584,12 @@ class Trace(Run):
                 results = tensors_in(op.as_made(out), {})
                 if not op.scratch_first:
                     self._record_results(results, op, node)
-            if op.takes_more:
-                self._record_scratch(op, args, kwargs, node, results if op.scratch_first else ())
+            if op.takes_more and takes != ():
+                self._record_scratch(op, args, kwargs, node, takes, results if op.scratch_first else ())
             elif self._room is not None:
                 self._note_room()
-        elif op.mutates and op.takes_more:
-            self._record_scratch(op, args, kwargs, node)
+        elif op.mutates and op.takes_more and takes != ():
+            self._record_scratch(op, args, kwargs, node, takes)
         if op.mutates:
             for i, name in op.written:
                 written = args[i] if i < len(args) else kwargs.get(name)
@@ -679,18 +680,32 @@ class Trace(Run):
             if new:
                 self._made.append(self._storages.record(made, op=op.name, **self._whose(node)))
 
-    def _record_scratch(self, op: Op, args: Any, kwargs: Any, node: Any, results: Iterable[torch.Tensor] = ()) -> None:
-        """Records what the kernel allocates for itself, results that it makes after that, and that it gives it back."""
+    def _record_scratch(
+        self,
+        op: Op,
+        args: Any,
+        kwargs: Any,
+        node: Any,
+        takes: Iterable[int | None] | None = None,
+        results: Iterable[torch.Tensor] = (),
+    ) -> None:
+        """Records what the kernel allocates for itself, results that it makes after that, and that it gives it back.
+
+        What it takes is asked of the rules where it is not known.
+        """
         if op.is_named:
             self._note_left_out(op.func, args, kwargs)
+        if takes is None:
+            takes = op.scratch(*args, **kwargs) if op.scratch is not None else ()
         recorder, live, results = self._storages.recorder, [], iter(results)
-        for nbytes in op.scratch(*args, **kwargs) if op.scratch is not None else ():
+        whose = self._whose(node) if takes else {}
+        for nbytes in takes:
             if nbytes is None:
                 self._record_results(islice(results, 1), op, node)
             elif nbytes < 0:  # gives one back before the others
                 recorder.free(live.pop(next(i for i, (size, _) in enumerate(live) if size == -nbytes))[1])
             elif nbytes > 0:
-                live.append((nbytes, recorder.alloc(nbytes, op=op.name, **self._whose(node))))
+                live.append((nbytes, recorder.alloc(nbytes, op=op.name, **whose)))
                 recorder.label(live[-1][1], "scratch")
         self._record_results(results, op, node)
         if op.multiplies and self.gpu is not None:
