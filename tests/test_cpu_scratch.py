@@ -52,6 +52,19 @@ def test_a_number_becomes_a_tensor_in_the_operands_dtype_at_the_peak_of_adam() -
     assert_agree_with_scratch(_training(lambda: nn.Linear(1024, 1024), torch.randn(8, 1024)))
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int16, torch.float32, torch.bfloat16, torch.bool])
+def test_calls_of_one_op_on_one_shape_take_each_what_its_numbers_make_them(dtype) -> None:
+    def body(run: Any) -> None:
+        x = run.to_device(torch.ones(300, device="cpu").to(dtype))
+        for number in (2, 0.5, True, 3, 1.5, False):
+            x * number, number * x, x == number, x / number if number else None
+        with torch.no_grad():
+            for number in (True, 2, 0.5) if dtype.is_floating_point else (True,):
+                x.mul_(number), x.clone().mul_(number)
+
+    assert_agree_with_scratch(body)
+
+
 def _gan(run: Any) -> None:
     def blocks(*layers: nn.Module) -> nn.Sequential:
         return nn.Sequential(*layers)
