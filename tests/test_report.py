@@ -43,3 +43,13 @@ def test_what_is_kept_is_shown_with_its_shape_in_words_and_named_by_the_column_t
     assert rows.loc["addmm", ["bytes", "shape", "operand"]].tolist() == [2 * 4 * 4, "2×4", "mat1"]
     assert rows["bytes"].tolist() == [32, 64] and "nbytes" not in rows
     assert report.kept(saved(lambda: layer(torch.ones(2, 4))), index="operand").index.tolist() == ["mat1"]
+
+
+def test_a_table_shows_a_dash_for_nothing_and_what_it_has_as_any_frame_does():
+    table = report.ledger({"peak": {"traced": 8, "measured": 8}, "head": {"traced": 5}})
+    rows = [line.split() for line in str(table.rename_axis("bytes")).splitlines()]
+    assert rows[2:] == [["peak", "8", "8", "0"], ["head", "5", "–", "–"]]
+    assert table._repr_html_().count("<td>–</td>") == 2
+    assert table["measured"].isna().tolist() == [False, True], "only what is shown changes"
+    frame = pd.DataFrame({"ratio": [0.5, 1 / 3], "bytes": [1, 2]}, index=["x", "y"])
+    assert report.Table(frame)._repr_html_() == frame._repr_html_() and str(report.Table(frame)) == str(frame)

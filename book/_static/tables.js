@@ -1,13 +1,12 @@
 // Small mercies for the tables that pandas prints: evidence words become chips, counts of bytes get their separators,
-// what is missing becomes a dash, text is set flush left where numbers are flush right, and the row that holds nothing but
-// the index's name joins the header row above it.
+// text is set flush left where numbers are flush right, and the row that holds nothing but the index's name joins the
+// header row above it.
 document.addEventListener("DOMContentLoaded", () => {
   const evidence = new Set(["claimed", "computed", "traced", "measured", "recorded"]);
-  const numeric = /^[-+−]?[\d.,  ]+(e[-+]?\d+)?\s*(%|B|[kMGT]i?B)?$|^(NaN|None|nan|inf|–|—)?$/;
+  const numeric = /^[-+−]?[\d.,  ]+(e[-+]?\d+)?\s*(%|B|[kMGT]i?B)?$|^–?$/;
 
   for (const cell of document.querySelectorAll("article tbody td, article tbody th")) {
     const words = cell.textContent.trim().split(", ");
-    if (words[0] === "<NA>") cell.textContent = "–";
     if (!words.every((word) => evidence.has(word))) continue;
     const chips = words.map((word) => {
       const chip = document.createElement("span");

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "COLOURS",
     "EVIDENCE",
+    "Table",
     "bars",
     "composition",
     "glue",
@@ -34,7 +35,31 @@ __all__ = [
 EVIDENCE: Final = ("claimed", "computed", "traced", "measured", "recorded")
 
 
-def ledger(rows: Mapping[str, Mapping[str, int]]) -> pd.DataFrame:
+class Table(pd.DataFrame):
+    """A frame of whole numbers and words that shows "–" where it has nothing; to code it is a frame like any other.
+
+    >>> print(eb.report.Table({"claimed": [9, None]}, index=["peak", "loss"], dtype="Int64"))
+         claimed
+    peak       9
+    loss       –
+    """
+
+    @property
+    def _constructor(self) -> type[Table]:
+        return Table
+
+    def __repr__(self) -> str:
+        return super(Table, self._filled()).__repr__()
+
+    def _repr_html_(self) -> str | None:
+        return super(Table, self._filled())._repr_html_()
+
+    def _filled(self) -> Table:
+        gaps = self.isna().any()
+        return self.astype(dict.fromkeys(gaps.index[gaps], object)).fillna("–")
+
+
+def ledger(rows: Mapping[str, Mapping[str, int]]) -> Table:
     """Sets the evidence for each quantity side by side.
 
         >>> eb.report.ledger({"peak": {"computed": 1_024, "traced": 1_024}})["difference"].tolist()
@@ -45,7 +70,7 @@ def ledger(rows: Mapping[str, Mapping[str, int]]) -> pd.DataFrame:
             `{"peak": {"computed": 1_024, "traced": 1_024}}`.
 
     Returns:
-        A frame with a row for each quantity, a column for each kind of evidence that occurs, in the order of
+        A table with a row for each quantity, a column for each kind of evidence that occurs, in the order of
         `EVIDENCE`, and `difference`: of what was found, the last kind minus the one before it, 0 where they agree to
         the byte. What is claimed does not enter, and where nothing was found in two ways the column is left out.
 
@@ -55,7 +80,7 @@ def ledger(rows: Mapping[str, Mapping[str, int]]) -> pd.DataFrame:
     unknown = {kind for evidence in rows.values() for kind in evidence} - set(EVIDENCE)
     if unknown:
         raise ValueError(f"{sorted(unknown)[0]!r} is no kind of evidence; there are {', '.join(EVIDENCE)}")
-    table = pd.DataFrame(
+    table = Table(
         [{kind: evidence.get(kind) for kind in EVIDENCE} for evidence in rows.values()],
         index=pd.Index(list(rows), name="quantity"),
         columns=EVIDENCE,
@@ -66,7 +91,7 @@ def ledger(rows: Mapping[str, Mapping[str, int]]) -> pd.DataFrame:
     return table.dropna(axis=1, how="all")
 
 
-def side_by_side(total: str = "total", **evidence: Mapping[str, int]) -> pd.DataFrame:
+def side_by_side(total: str = "total", **evidence: Mapping[str, int]) -> Table:
     """The same, from the bytes of each quantity by kind of evidence, with a row that sums each kind.
 
         >>> table = eb.report.side_by_side("all", computed={"weights": 8, "bias": 4}, traced={"weights": 8, "bias": 4})

@@ -92,6 +92,15 @@ def test_outputs_that_are_compared_hold_no_stderr_and_no_output_holds_a_path_of_
 
 
 @chapters
+def test_no_cell_of_a_table_shows_the_word_that_pandas_has_for_nothing(source):
+    for cell in stored(source).cells:
+        for output in cell.get("outputs", []):
+            table = output.get("data", {}).get("text/html", "")
+            nothing = re.findall(r"<t[dh][^>]*>\s*(&lt;NA&gt;|NaN|nan|None|NaT)\s*</t[dh]>", table)
+            assert not nothing, f"{nothing}: make it a `report.Table`: {cell.source}"
+
+
+@chapters
 def test_code_cells_are_few_enough_and_short_enough_to_be_read(source):
     cells = launchable(read_source(source), "").cells  # a fork's first cell is not the chapter's
     code = [cell.source for cell in cells if cell.cell_type == "code"]
