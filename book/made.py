@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import pandas as pd
@@ -95,19 +96,20 @@ def peers() -> str:
 def coverage() -> str:
     """By family, how many architectures of transformers train, are traced, and are exact, and what does not hold."""
     table = _coverage()
-    rows = ["| family | train | traced | peak exact | by CUDA's rules |", "|---|--:|--:|--:|--:|"]
+    rows = ["| family | train | traced | peak exact | each event | by CUDA's rules |", "|---|--:|--:|--:|--:|--:|"]
+    wanted = {"traced": True, "difference": 0, "equal, without scratch": True, "traced by CUDA's rules": True}
     trained = table[table["peak measured"].notna()]
     for name, of in [*trained.groupby("family"), ("all", trained)]:
-        counts = (of["traced"] == True, of["difference"] == 0, of["traced by CUDA's rules"] == True)  # noqa: E712
-        rows.append(f"| {name} | {len(of)} | {' | '.join(str(int(count.sum())) for count in counts)} |")
+        counts = [int((of[column] == value).sum()) for column, value in wanted.items()]
+        rows.append(f"| {name} | {len(of)} | {' | '.join(map(str, counts))} |")
     tried = f"{len(table)} architectures have been tried so far, and {len(trained)} of them train."
     return "\n".join([tried, "", *rows])
 
 
 def coverage_rows() -> str:
-    """A row for each architecture, with its cause where its peak is not exact."""
+    """A row for each architecture, with why it does not train, or with the first event in which the two runs differ."""
     table = _coverage()
-    rows = ["| architecture | parameters | peak, B | difference, B | cause |", "|---|--:|--:|--:|---|"]
+    rows = ["| architecture | parameters | peak, B | difference, B | what differs, or fails |", "|---|--:|--:|--:|---|"]
     for row in table.to_dict("records"):
         numbers = [row["parameters"], row["peak measured"], row["difference"]]
         cells = ["–" if number != number else f"{int(number):,}" for number in numbers]
@@ -121,11 +123,7 @@ def _coverage() -> pd.DataFrame:
 
 
 def _cause(row: dict[str, Any]) -> str:
-    """Why an architecture is not exact, in a line that a table can hold."""
-    if isinstance(row["cause"], str):
-        text = row["cause"]
-    elif row["difference"] != 0:
-        text = row["first differing"] or row["first differing, with scratch"]
-    else:
-        text = ""
-    return re.sub(r"[|`<>*_\[\]]", " ", text)[:160]
+    """What ended an architecture, or else the first event in which it differs, in a line that a table can hold."""
+    told = [row["cause"], row["first differing"], row["difference"] and row["first differing, with scratch"]]
+    text = next((text for text in told if isinstance(text, str) and text), "")
+    return re.sub(r"([\\|`<>*_$\[\]])", r"\\\1", shorten(text, 160, placeholder=" …"))

@@ -177,3 +177,6 @@ def test_drawing_anew_what_is_out_of_bounds_is_no_branch_and_takes_its_most_memo
     nn.init.trunc_normal_(weight, std=0.02)  # whose bounds are a hundred times that away: none is drawn anew
     frame = run.timeline.frame()[events:]
     assert (frame["action"] == "alloc").sum() == 4  # what is below, above, either, and whether any is
+    nn.init.trunc_normal_(weight, a=2.0, b=3.0)  # far from the middle: drawn between the bounds, accepted or not
+    # The weight, two buffers, the numbers so far, those after this turn, and the mask.
+    assert run.timeline.peak_bytes == 5 * 4000 + 1000 and not run.conditional
