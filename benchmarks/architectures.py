@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache
+from importlib import import_module
 from typing import Any, Final
 
 import numpy as np
@@ -55,6 +56,13 @@ class Architecture:
     @property
     def config(self) -> type:
         return CONFIG_MAPPING[self.name]
+
+    @property
+    def trained(self) -> type:
+        """The class; of transformers itself, or of the file beside its configuration's where that names it only."""
+        if hasattr(transformers, self.model):
+            return getattr(transformers, self.model)
+        return getattr(import_module(self.config.__module__.replace(".configuration_", ".modeling_")), self.model)
 
 
 def architectures() -> list[Architecture]:
@@ -98,7 +106,7 @@ def family(architecture: Architecture, config: Any) -> str:
         "recurrent",
     }:
         return "state space"
-    inputs = _model(architecture).main_input_name
+    inputs = architecture.trained.main_input_name
     inputs = inputs if isinstance(inputs, str) else inputs[0]
     if any(type(part) is not type(config) for part in parts_of(config)) and inputs == "input_ids":
         both = {name for part in parts_of(config) for name in vars(part)}
@@ -135,16 +143,18 @@ class Size:
 
     Attributes:
         fewer_heads: Whether there are fewer heads rather than narrower ones.
+        whole_ends: Whether vocabularies and pictures are left as large as they are.
     """
 
     factor: int
     layers: int
     fewer_heads: bool = False
+    whole_ends: bool = False
 
 
 SIZES: Final = (
     *(Size(8, 2), Size(8, 4, True), Size(8, 4), Size(16, 2, True), Size(4, 4), Size(16, 4), Size(8, 12)),
-    *(Size(32, 2, True), Size(2, 4, True)),
+    *(Size(32, 2, True), Size(8, 2, True, True), Size(16, 2, False, True), Size(2, 4, True)),
 )
 """Tried in this order."""
 
@@ -173,12 +183,14 @@ _is_width = _named(
     r"n_embd", r"ffn", r"(ff|feedforward|feed_forward)(_size|_hidden_size)?$", r"_rank$", r"channels$", r"_filters$",
     r"projection", r"mrope_section", r"^query_pre_attn_scalar$", r"coordinate_size|shape_size", r"pos_feats",
     r"proj_size$", r"_width$", r"^axial_pos_embds", r"_units$", r"head_size$", r"bottleneck_size", r"_latents_dim",
-    r"^channels$", r"_groups$", r"dff$", r"hidden_dimension$", r"stage_(in|mid|out)_channels$", r"base_attn_unit_dims",
+    r"^channels$", r"^out_features$", r"_groups$", r"dff$", r"hidden_dimension$", r"stage_(in|mid|out)_channels$",
+    r"base_attn_unit_dims",
 )  # fmt: skip
 _draws_layers = _named(r"layer_?drop$")
+_is_main = _named(r"pixel_values$", r"^input_(features|values)$")
 
 
-_UNSET: Final = {"vocab_size": VOCABULARY, "prediction_length": 8}
+_UNSET: Final = {"vocab_size": VOCABULARY, "prediction_length": 8, "num_experts_per_tok": 2}
 """What a default leaves open and no model can be made without."""
 
 
@@ -201,8 +213,11 @@ class Shrinking:
             small = self._small(name, value, defaults, layers)
             if small != value or name in (given or {}):
                 smaller[name] = small
-        if defaults.get("is_encoder_decoder") and "decoder_start_token_id" not in defaults:
+        if defaults.get("is_encoder_decoder") and defaults.get("decoder_start_token_id") is None:
             smaller["decoder_start_token_id"] = 0
+        width, heads = (smaller.get(name, defaults.get(name)) for name in ("hidden_size", "num_attention_heads"))
+        if "head_dim" in defaults and width and heads and getattr(_made(kind), "head_dim", 0) is None:
+            smaller["head_dim"] = width // heads
         for name, part in kind.sub_configs_defaults.items():
             if defaults.get(name) is None and not part.optional:
                 smaller[name] = self._part(part)
@@ -217,22 +232,26 @@ class Shrinking:
     def _small(self, name: str, value: Any, all_: dict[str, Any], layers: int) -> Any:
         if isinstance(value, bool) or value is None:
             return value
+        if isinstance(value, dict) and "layer" in name and all(isinstance(key, int) for key in value):
+            return dict(zip(self._places(list(value), all_, layers), value.values(), strict=True))
         if isinstance(value, dict):
             return {key: self._small(key, inner, all_, layers) for key, inner in value.items()}
         if isinstance(value, float):
             return 0.0 if _draws_layers(name) else value
+        if name == "axial_pos_shape":
+            return [4, LENGTH // 4]
         if name in ("image_size", "input_size", "pretrain_image_size", "crop_size"):
-            return self._image(value, all_.get("patch_size"))
+            return value if self.size.whole_ends else self._image(value, all_.get("patch_size"))
         if isinstance(value, (list, tuple)):
             if _is_place(name) and not _is_token(name):
                 return self._places(value, all_, layers)
             return type(value)(self._small(name, inner, all_, 2 if _is_stack(name) else layers) for inner in value)
         if not isinstance(value, int):
             return value
-        if _is_token(name):
-            return self._token(value)
-        if _is_vocabulary(name):
-            return min(value, VOCABULARY)
+        if _is_token(name) or _is_vocabulary(name):
+            if self.size.whole_ends:
+                return value
+            return self._token(value) if _is_token(name) else min(value, VOCABULARY)
         if _is_pool(name):
             return min(value, 16)
         if _is_position(name):
@@ -283,16 +302,17 @@ def _defaults(kind: type) -> dict[str, Any]:
 
 
 @cache
-def _kinds_of(kind: type) -> tuple[str, ...]:
+def _made(kind: type) -> Any:
+    """A kind of configuration by its defaults, with what follows from them; None where these alone make none."""
     try:
-        return layer_kinds(kind())
-    except Exception:  # no default can be made: nothing is known
-        return ()
+        return kind()
+    except Exception:
+        return None
 
 
 def _enough(kind: type, given: dict[str, Any]) -> int:
     """How many layers show each kind of layer that a configuration's default has; at most 8."""
-    kinds = _kinds_of(kind)
+    kinds = layer_kinds(_made(kind))
     first = {name: kinds.index(name) for name in kinds}
     return min(8, 1 + max(first.values(), default=0))
 
@@ -335,7 +355,7 @@ class Batches:
 
     def _names(self) -> list[str]:
         """The inputs that are given: the main one, those that must be, labels, and what a decoder begins with."""
-        model = _model(self._architecture)
+        model = self._architecture.trained
         takes = inspect.signature(model.forward).parameters
         main = model.main_input_name
         names = [name for name in ([main] if isinstance(main, str) else list(main)) if name in takes]
@@ -350,8 +370,8 @@ class Batches:
         for name in required:
             if name not in names:
                 names.append(name)
-        tail = [name for name in takes if name.endswith("pixel_values") or name == "input_features"]
-        if not set(names) & {"input_ids", *tail} and "input_ids" in takes:
+        tail = [name for name in takes if _is_main(name)]
+        if not set(names) & {"input_ids", "inputs", *tail} and "input_ids" in takes:
             names.append("input_ids")
         if "labels" in takes and self._labels(0) is not None:
             names.append("labels")
@@ -360,10 +380,12 @@ class Batches:
         return [*names, *(name for name in self._beside if name not in names)]
 
     def asked_for(self, message: str) -> list[str]:
-        """The inputs that an error message names and that are not given: `forward` may have missed them."""
-        takes = inspect.signature(_model(self._architecture).forward).parameters
-        words = re.findall(r"\w+", message)
-        return [name for name in dict.fromkeys(words) if name in takes and name not in self._names()][:1]
+        """An input that is not given and that an error message names or, where that is of None, may have missed."""
+        given = self._names()
+        left = [name for name in inspect.signature(self._architecture.trained.forward).parameters if name not in given]
+        named = [name for name in dict.fromkeys(re.findall(r"\w+", message)) if name in left]
+        missed = [name for name in left if _is_main(name)] if "None" in message else []
+        return [*named, *missed][:1]
 
     def _find(self, *names: str) -> Any:
         """The first of these fields that a part of the configuration has."""
@@ -416,6 +438,8 @@ class Batches:
         elif name in ("input_features", "input_values", "audio_features", "waveform", "audio_values"):
             yield from self._sound(name)
         elif name in ("inputs_embeds", "hidden_states", "inputs", "encoder_hidden_states"):
+            if name == "inputs":
+                yield self._tokens(BATCH, LENGTH)
             yield self._numbers(BATCH, LENGTH, self._find("hidden_size", "d_model", "embed_dim") or 32)
         elif name.startswith(("past_", "future_")):
             yield from self._series(name)
@@ -447,6 +471,8 @@ class Batches:
                 yield self._numbers(BATCH, bins, 2 * frames)
             yield self._numbers(BATCH, 64, bins)
             yield self._numbers(BATCH, bins, 64)
+            if window := self._find("n_window"):
+                yield self._numbers(BATCH, bins, 2 * window)
             yield self._numbers(BATCH, 1, 128, bins)
         if name == "input_values" and bins and isinstance(frames, int):
             yield self._numbers(BATCH, frames, bins)
@@ -463,7 +489,7 @@ class Batches:
         )
         length = context + max(lags) if hasattr(self._config, "lags_sequence") and name.startswith("past") else length
         length = length if name.startswith("past") else ahead
-        features = self._find("num_time_features", "num_dynamic_real_features") or 1
+        features = sum(self._find(name) or 0 for name in ("num_time_features", "num_dynamic_real_features"))
         channels = self._find("num_input_channels", "input_size")
         if name.endswith("time_features"):
             yield self._numbers(BATCH, length, features)
@@ -473,17 +499,13 @@ class Batches:
             yield self._numbers(BATCH, length)
 
 
-def _model(architecture: Architecture) -> type:
-    return getattr(transformers, architecture.model)
-
-
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
 def loss_of(output: Any) -> torch.Tensor:
     """The model's own loss where it has one, else the means of all its floating outputs that learn, added up."""
     if isinstance(getattr(output, "loss", None), torch.Tensor) and output.loss.requires_grad:
-        return output.loss
+        return output.loss if output.loss.dim() == 0 else output.loss.mean()
     values = output.values() if hasattr(output, "values") else output
     leaves = [leaf for leaf in tree_leaves(list(values)) if isinstance(leaf, torch.Tensor)]
     return sum(leaf.mean() for leaf in leaves if leaf.is_floating_point() and leaf.requires_grad)

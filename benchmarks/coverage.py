@@ -107,7 +107,7 @@ def fitting(architecture: Architecture, config: Any) -> dict[str, np.ndarray]:
 
 def on_meta(architecture: Architecture, config: Any) -> torch.nn.Module:
     with torch.device("meta"):
-        return getattr(transformers, architecture.model)(config)
+        return architecture.trained(config)
 
 
 class Bare:
@@ -125,7 +125,7 @@ def training(architecture: Architecture, config: Any, batch: dict[str, np.ndarra
 
     def body(run: Any) -> None:
         torch.manual_seed(0), np.random.seed(0), random.seed(0)
-        model = getattr(transformers, architecture.model)(config).train()
+        model = architecture.trained(config).train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         given = run.to_device(batch)
         for _ in run.steps(steps):
@@ -207,7 +207,8 @@ def in_words(error: Exception) -> str:
     """An error's type, message and place, in a line."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({place})"
+    said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({place})"
+    return " ".join([said, *getattr(error, "__notes__", ())])
 
 
 def of(timeline: Timeline, how: str) -> dict[str, Any]:

@@ -185,6 +185,18 @@ def test_normalisation_keeps_channels_last(last):
     )
 
 
+@pytest.mark.parametrize("alike", [True, False])
+def test_batch_norm_makes_the_input_s_gradient_first_where_the_two_lie_otherwise(alike):
+    def function(x, w, b):
+        y = F.batch_norm(x, None, None, w, b, True)
+        return (y if alike else y.transpose(1, 2).contiguous()) * 2
+
+    made = learns(2, 8, 5), learns(8), learns(8)
+    runs = [timeline(run, made, backward(function)) for run in (eb.measure(device="cpu"), eb.trace(rules="cpu"))]
+    real, ours = ([row.nbytes for row in run.without("scratch").frame().itertuples()] for run in runs)
+    assert ours == real
+
+
 @pytest.mark.parametrize(("rows", "columns", "width"), [(24, 24, 8), (100, 100, 16), (300, 40, 8), (800, 600, 8)])
 def test_fused_attention_keeps_a_block_of_scores_for_each_thread(rows, columns, width):
     made = (learns(1, 2, rows, width), *[learns(1, 2, columns, width)] * 2)
@@ -235,3 +247,11 @@ def test_numbers_drawn_by_size_are_on_the_traced_device():
     assert_same(learns(6), function=backward(lambda x: x * torch.normal(0, 0.1, size=(6,))))
     with eb.trace(rules="cuda"):
         assert torch.normal(0.0, 1.0, (2, 3)).is_cuda and torch.normal(torch.zeros(3), 1.0).is_cuda
+
+
+def test_pooling_without_gradients_keeps_what_is_known_and_copies_after_it_has_made_its_result():
+    def function(x):
+        F.max_pool1d(x.expand(2, 3, 24), 4, 4, ceil_mode=True)
+        return x.exp() if F.max_pool1d(x, 4, 4).bool().all() else x
+
+    assert_same(ones(2, 1, 24), function=function)

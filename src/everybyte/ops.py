@@ -42,16 +42,17 @@ class Op:
     is_view: bool  # of its first argument, and takes no other tensor
     scratch: Callable[..., Iterable[int | None]] | None  # of the rules
     scratch_first: bool
-    made_in: tuple[int, ...] | None  # the order of its results, if it is not theirs
+    made_in: tuple[int, ...] | Callable[..., tuple[int, ...]] | None  # the order of its results, if it is not theirs
     is_named: bool  # takes what no rule derives, or is not covered
     multiplies: bool  # and asks for a workspace
     takes_more: bool  # scratch, or one of these
     draws: bool  # at random
 
-    def as_made(self, out: Any) -> tuple[Any, ...]:
-        """Its results in the order in which the kernel makes them."""
+    def as_made(self, out: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Its results in the order in which the kernel makes them, of these arguments."""
         results = tuple(out) if isinstance(out, (tuple, list)) else (out,)
-        return results if self.made_in is None else tuple(results[i] for i in self.made_in)
+        order = self.made_in(*args) if callable(self.made_in) else self.made_in
+        return results if order is None else tuple(results[i] for i in order)
 
     @classmethod
     def of(cls, func: Any, rules: Rules) -> Self:

@@ -581,7 +581,7 @@ class Trace(Run):
                 if returns.nbytes:
                     self._made.append(self._storages.record_made(out, returns, op.name, **self._whose(node)))
             else:
-                results = tensors_in(op.as_made(out), {})
+                results = tensors_in(op.as_made(out, args), {})
                 if not op.scratch_first:
                     self._record_results(results, op, node)
             if op.takes_more and takes != ():

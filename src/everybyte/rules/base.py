@@ -31,7 +31,8 @@ class Rules:
         iterated: The same for pointwise ops: op -> such a function, or None.
         scratch_first: Ops whose kernel allocates it before its results, or where None stands among the sizes before one
             of these; the others' do after them.
-        made_in: Op of several results -> the order in which its kernel makes them, if it is not theirs.
+        made_in: Op of several results -> the order in which its kernel makes them, if it is not theirs; or a function
+            of the same arguments that returns it.
         remarks: Function of torch's Python face -> a function of the same arguments: what the user should know of the
             call, or None.
         left_out: Op or function -> memory that it takes beside what is traced and that no rule derives: its name, or a
@@ -50,7 +51,7 @@ class Rules:
     scratch: Mapping[Any, Callable[..., Iterable[int | None]]] = field(default_factory=dict)
     iterated: Callable[[Any], Callable[..., Iterable[int]] | None] = lambda op: None
     scratch_first: frozenset[Any] = frozenset()
-    made_in: Mapping[Any, tuple[int, ...]] = field(default_factory=dict)
+    made_in: Mapping[Any, tuple[int, ...] | Callable[..., tuple[int, ...]]] = field(default_factory=dict)
     remarks: Mapping[Any, Callable[..., str | None]] = field(default_factory=dict)
     left_out: Mapping[Any, str | Callable[..., str | None]] = field(default_factory=dict)
     composed: frozenset[Any] = frozenset()

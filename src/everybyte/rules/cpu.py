@@ -501,13 +501,13 @@ def ctc_loss_backward(gradient: Any, log_probs: Any, *rest: Any) -> Any:
 
 @stating(FUNCTIONS, torch.max_pool1d)
 def max_pool1d(input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Pooling without indices where no gradient needs them (`ATen/native/Pooling.cpp`, `max_pool1d`)."""
+    """Pooling without indices where no gradient needs them, of a contiguous copy (`ATen/native/MaxPooling.cpp`)."""
     if torch.is_grad_enabled() and input.requires_grad:
         return torch.max_pool1d(input, *args, **kwargs)
-    input = input.contiguous()
-    with torch._C._DisableTorchDispatch():
-        shape = torch.max_pool1d(input, *args, **kwargs).shape
-    return input.new_empty(shape)
+    with torch._C._AutoDispatchBelowAutograd():  # as one op, which it is there
+        out = aten.max_pool1d.default(input, *args, **kwargs)
+    input.contiguous()
+    return out
 
 
 # -- one kernel in evaluation ------------------------------------------------------------------------------------------
@@ -542,10 +542,15 @@ def fused_step(*args: Any, **kwargs: Any) -> None:
     """All in place, in one kernel (`ATen/native/FusedAdam.cpp`, `FusedSGD.cpp`, `FusedAdagrad.cpp`; on CUDA, too)."""
 
 
+def _batch_norm_makes(gradient: Any, input: Any, *rest: Any) -> tuple[int, ...]:
+    """The input's gradient last where it replaces another one (`ATen/native/Normalization.cpp`)."""
+    return (1, 2, 0) if cpu_scratch.batch_norm_is_ordered(gradient, input) else (0, 1, 2)
+
+
 MADE_IN: Final = {
     aten._ctc_loss.default: (1, 0),  # `ATen/native/LossCTC.cpp`
     aten.convolution_backward.default: (0, 2, 1),  # `ATen/native/mkldnn/Conv.cpp`, `ConvolutionMM2d.cpp`
-    aten.native_batch_norm_backward.default: (1, 2, 0),  # `ATen/native/Normalization.cpp`
+    aten.native_batch_norm_backward.default: _batch_norm_makes,
     aten.mkldnn_rnn_layer_backward.default: (0, 5, 6, 1, 2, 3, 4),  # `ATen/native/mkldnn/RNN.cpp`
 }
 """Op -> the order in which its kernel makes its results."""

@@ -354,14 +354,19 @@ def batch_norm_backward_scratch(
 ) -> list[int]:
     """A gradient that another one replaces, and sums by channel (`ATen/native/Normalization.cpp`)."""
     c, needed = input.shape[1], rest[-1]
-    alike = suggest_memory_format(gradient) == suggest_memory_format(input)
-    if not (alike and _is_ordered(input) and _is_ordered(gradient)):
+    if not batch_norm_is_ordered(gradient, input):
         return [c * input.element_size()]
     made = [_nbytes(input), -_nbytes(input)] if needed[0] else []
     if _channels_inside(input):
         made += [] if training else [c * _wide(input.dtype)]
         made += [2 * torch.get_num_threads() * c * _wide(input.dtype)]
     return made
+
+
+def batch_norm_is_ordered(gradient: torch.Tensor, input: torch.Tensor) -> bool:
+    """Whether batch norm's backward walks both as they lie (`ATen/native/Normalization.cpp`, `all_contiguous`)."""
+    alike = suggest_memory_format(gradient) == suggest_memory_format(input)
+    return alike and _is_ordered(input) and _is_ordered(gradient)
 
 
 def _is_ordered(tensor: torch.Tensor) -> bool:
