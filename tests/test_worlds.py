@@ -139,17 +139,40 @@ def test_a_program_that_asks_for_nothing_is_traced_once(forecast):
 
 
 def test_a_way_that_is_named_says_what_the_other_one_takes(forecast):
-    either = forecast(training("if loss.item() < 3: print('small')"))
-    assert "train.py:20 a value" in either.verdict.why and either.verdict.word == "cannot say"
-    assert either.verdict.why.endswith(
-        f"either way it peaks at {eb.units.format_bytes(either.answer['peak_allocated'])}"
-    )
     never = forecast(training("if 0.30 < loss.item() < 0.31: kept = torch.zeros(2**26, device='cuda')"))
     assert never.verdict.why.endswith("figures are of the way taken")
     other = forecast(training("if loss.item() > 3: kept = torch.zeros(2**26, device='cuda')"))
     assert "with others it peaks at 553," in other.verdict.why
     within = forecast(training("if math.exp(loss.item()) > 3:\n    if loss.item() > 5: print('large')"))
     assert within.answer["conditional"] == ["train.py:21"]  # in another world alone
+
+
+def test_a_way_that_is_named_leaves_the_verdict_if_the_other_one_takes_as_much(forecast):
+    either = forecast(training("if loss.item() < 3: print('small')"))
+    peak = eb.units.format_bytes(either.answer["peak_allocated"])
+    (said,) = either.answer["remarks"]
+    assert said == f"train.py:20: a value that no trace knows decides the way; either way it peaks at {peak}"
+    assert (either.verdict.word, either.answer["conditional"], either.is_sure) == ("fits", ["train.py:20"], True)
+    # Early stopping and the like keep the best loss: 512 bytes in which the ways differ.
+    best = forecast(training("if loss.detach() < best: best = loss.detach()"))
+    assert best.verdict.word == "fits" and best.worlds.parts and best.is_sure
+    assert best.worlds.settled == {"train.py:20"}
+    stopped = forecast(training("best = min(best, loss.item())\nif best < loss.item(): break"))
+    assert stopped.verdict.word == "fits" and any("end" in seen.ended for seen in stopped.worlds.others)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "if loss.item() > 3: kept = torch.zeros(2**26, device='cuda')",  # a hundred such would not fit
+        "if abs(loss.item() - 0.305) < 0.005: pass",  # never so
+        "torch.zeros(int(loss.item()) + 1, device='cuda')",  # which size it is, two answers do not say
+        "if loss.item() > 3: raise ValueError('diverged')",  # what comes after that way is not known
+    ],
+)
+def test_a_way_that_is_named_leaves_no_verdict_where_the_other_one_is_not_known_to_be_alike(body, forecast):
+    found = forecast(training(body))
+    assert found.verdict.word == "cannot say" and found.worlds.settled == frozenset()
 
 
 def test_a_world_that_the_program_does_not_bear_is_compared_up_to_there(forecast):

@@ -105,7 +105,7 @@ class Forecast:
     def advised(self) -> Self:
         """The same with the largest sizes that fit, and what each lever saves: each a trace of its own."""
         try:
-            with Trials(self.program, self.gpu) as trials:
+            with Trials(self.program, self.gpu, settled=self.worlds.settled) as trials:
                 return replace(self, advice=trials.advice(self.plain))
         except (BrokenExecutor, EOFError):
             return self.remarked(

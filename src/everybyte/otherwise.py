@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import numpy as np
 
 from .timeline import Timeline
 from .units import format_bytes
-from .verdict import Verdict, doubts
+from .verdict import CANNOT_SAY, DOES_NOT_FIT, Verdict, doubts
+
+PESSIMISM: Final = 100
+"""Runs that differ in little are alike for a verdict that this many times the difference would not change."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,7 @@ class Seen:
         ended: As `script.Ran` says; "" if it failed.
         why: Why it failed.
         is_own: Whether by an error of its own, after it was answered: other values than these may spare it that.
-        word: The verdict, of this run alone.
-        peak_allocated: Whole blocks, with workspaces.
+        verdict: Of this run alone.
         decisions: What comparisons and conditions came to, by their lines (`Trace.decisions`).
         not_covered: As in the trace.
     """
@@ -38,16 +40,24 @@ class Seen:
     ended: str
     why: str
     is_own: bool
-    word: str
-    peak_allocated: int
+    verdict: Verdict
     decisions: Mapping[str, set[Any]]
     not_covered: set[str]
 
     @classmethod
     def of(cls, world: str, run: Any, verdict: Verdict, ended: str, why: str = "", is_own: bool = False) -> Self:
         """That of a trace that is over."""
-        peak = verdict.replay.peak_allocated
-        return cls(world, run.timeline, ended, why, is_own, verdict.word, peak, run.decisions, run.not_covered)
+        return cls(world, run.timeline, ended, why, is_own, verdict, run.decisions, run.not_covered)
+
+    @property
+    def word(self) -> str:
+        """The verdict's."""
+        return self.verdict.word
+
+    @property
+    def peak_allocated(self) -> int:
+        """Whole blocks, with workspaces."""
+        return self.verdict.replay.peak_allocated
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,7 @@ class Found:
         parts: Of those that allocate otherwise, because of values alone, by world: where, as `difference` says.
         doubts: Why the base may not be what a real run does, a reason a text.
         remarks: What is worth knowing.
+        settled: Those of `conditional` that leave the verdict as it is, whichever way they go.
     """
 
     others: Sequence[Seen]
@@ -67,6 +78,7 @@ class Found:
     parts: Mapping[str, tuple[int, str]]
     doubts: Sequence[str]
     remarks: Sequence[str] = ()
+    settled: frozenset[str] = frozenset()
 
 
 def compared(base: Seen, others: Sequence[Seen] = (), again: Callable[[], Seen] | None = None) -> Found:
@@ -85,6 +97,7 @@ def compared(base: Seen, others: Sequence[Seen] = (), again: Callable[[], Seen] 
         if len(words := {seen.word for seen in (base, first, second, *others)}) > 1:
             reasons.append(f"{remarks[0]}, and of some the verdict is {' and of others '.join(sorted(words))}")
     lines = _lines(base, others)
+    settled = frozenset(lines) if _settles(base, others) else frozenset()
     peak, way = format_bytes(base.peak_allocated), "figures are of the way taken"
     if parts:
         peaks = [seen.peak_allocated for seen in others if seen.world in parts]
@@ -102,8 +115,11 @@ def compared(base: Seen, others: Sequence[Seen] = (), again: Callable[[], Seen] 
         reasons.append(f"with other values {foreign[0].why}")
     elif others and len(failed) == len(others) and not parts:
         reasons.append(f"with other values {failed[0].why}; nobody knows what would come then")
+    if settled:
+        remarks.append(f"{', '.join(lines)}: a value that no trace knows decides the way; {way}")
     not_covered = base.not_covered.union(*(seen.not_covered for seen in others))
-    return Found(others, [*lines], parts, [*doubts(not_covered, lines, way), *reasons], remarks)
+    open_ = [line for line in lines if line not in settled]
+    return Found(others, [*lines], parts, [*doubts(not_covered, open_, way), *reasons], remarks, settled)
 
 
 def notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -135,6 +151,24 @@ def _lines(base: Seen, others: Sequence[Seen]) -> dict[str, set[Any]]:
         for line, outcomes in seen.decisions.items():
             lines.setdefault(line, set()).update(outcomes)
     return lines
+
+
+def _settles(base: Seen, others: Sequence[Seen]) -> bool:
+    """Whether each comparison went both ways in runs that came to their end, and hardly changed what they need."""
+    ended = [base, *(seen for seen in others if seen.ended)]
+    lines, everywhere = _lines(base, ended[1:]), _lines(base, others)
+    if not lines or lines.keys() != everywhere.keys() or not all(map(_went_both_ways, lines.values())):
+        return False
+    outcomes = frozenset().union(*everywhere.values())
+    if None in outcomes or not all(type(answer) is bool for _, answer in outcomes):  # a size, or who knows what
+        return False
+    if {seen.word for seen in ended} != {base.word} or base.word == CANNOT_SAY:
+        return False
+    replays = [seen.verdict.replay for seen in ended]
+    ranges = [[replay.peak_allocated for replay in replays], [replay.peak_reserved for replay in replays]]
+    spread = PESSIMISM * max(max(peaks) - min(peaks) for peaks in ranges)
+    least, most = base.verdict.left
+    return most + spread < 0 if base.word == DOES_NOT_FIT else least - spread >= 0
 
 
 def _went_both_ways(outcomes: set[Any]) -> bool:

@@ -71,13 +71,18 @@ class Trial:
         return self.word in (FITS, TIGHT)
 
 
-def tried(program: Program, gpu: GPU, edits: Sequence[Change] = ()) -> Trial:
-    """Traces a program in this process, which is then of no other use."""
+def tried(program: Program, gpu: GPU, edits: Sequence[Change] = (), settled: frozenset[str] = frozenset()) -> Trial:
+    """Traces a program in this process, which is then of no other use.
+
+    Args:
+        settled: Lines at which values decide, and not the verdict.
+    """
     loaders = changes.Loaders()
     try:
         with same_draws():
             ran = program.trace(gpu, changes=[loaders.watched(), *(edit() for edit in edits)])
-        run, unsure = ran.run, doubts(ran.run.not_covered, ran.run.conditional)
+        run = ran.run
+        unsure = doubts(run.not_covered, [line for line in run.conditional if line not in settled])
         verdict = judge(run.timeline.with_workspaces(), gpu, unsure, goes_on=ran.goes_on)
     except Failed as error:  # another size may not suit it
         return Trial(CANNOT_SAY, 0, str(error))
@@ -156,9 +161,12 @@ class Advice:
 class Trials:
     """Processes for trials; to be used in a `with` block."""
 
-    def __init__(self, program: Program, gpu: GPU, jobs: int | None = None) -> None:
+    def __init__(
+        self, program: Program, gpu: GPU, jobs: int | None = None, settled: frozenset[str] = frozenset()
+    ) -> None:
         self._program = program
         self._gpu = gpu
+        self._settled = settled
         self._jobs = jobs or min(os.cpu_count() or 1, 4)
 
     def __enter__(self) -> Self:
@@ -174,7 +182,7 @@ class Trials:
 
     def trial(self, program: Program, edits: Sequence[Change] = ()) -> Trial:
         """One trial, in a process of its own."""
-        return self._pool.submit(tried, program, self._gpu, edits).result()
+        return self._pool.submit(tried, program, self._gpu, edits, self._settled).result()
 
     def worlds(self, base: Seen, seconds: float) -> Found:
         """Whether what the program allocates hangs on values that no trace knows, each run in a process of its own.
