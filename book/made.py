@@ -130,7 +130,11 @@ def _coverage() -> pd.DataFrame:
 
 
 def _cause(row: dict[str, Any]) -> str:
-    """What ended an architecture, or else the first event in which it differs, in a line that a table can hold."""
+    """What ended an architecture, or else the first event in which it differs, in a line that a table can hold.
+
+    Set as a quotation, for the words of an error message are no terms of the book; files without their folders.
+    """
     told = [row["cause"], row["first differing"], row["difference"] and row["first differing, with scratch"]]
     text = next((text for text in told if isinstance(text, str) and text), "")
-    return re.sub(r"([\\|`<>*_$\[\]])", r"\\\1", shorten(text, 160, placeholder=" …"))
+    text = shorten(re.sub(r"\btransformers/(?:\w+/)*", "", text), 160, placeholder=" …")
+    return text and "*" + re.sub(r"([\\|`<>*_$\[\]])", r"\\\1", text) + "*"
