@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import multiprocessing
 import os
 import queue
 import re
@@ -584,14 +583,6 @@ def test_what_would_end_the_process_takes_no_answer_with_it(run, name):
         getattr(os, name)(*arguments)
 
 
-def test_what_the_code_has_forked_may_end_itself():
-    with eb.trace(rules="cuda"):
-        child = os.fork()
-        if child == 0:
-            os._exit(7)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-
-
 # -- threads -----------------------------------------------------------------------------------------------------------
 
 
@@ -619,15 +610,6 @@ def test_a_pools_threads_are_told_as_well():
     with eb.trace(rules="cuda") as run, ThreadPoolExecutor(1) as pool:
         pool.submit(torch.empty, 8, device="cuda").result()
     assert run.not_covered
-
-
-def test_what_a_process_takes_is_said_not_to_be_counted():
-    with eb.trace(rules="cuda", default="cpu") as run:
-        process = multiprocessing.get_context("fork").Process(target=int)
-        process.start()
-        process.join()
-    (said,) = run.remarks
-    assert re.match(r"\S*test_torch_cuda\.py:\d+: another process is started", said)
 
 
 def test_another_thread_may_do_what_it_wants_on_the_host():

@@ -1,4 +1,4 @@
-"""Other threads of the code that is traced, and processes it starts: a trace follows one, and says so of others.
+"""Other threads of the code that is traced: a trace follows one, and says so of others.
 
 The order in which threads ask for memory is the machine's, so no trace can know it. What another one does is not
 counted; it goes on with shapes alone, so that whoever waits for it does not wait for ever.
@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 from unittest import mock
 
@@ -28,29 +27,21 @@ class Run(Protocol):
 
     not_covered: set[str]
 
-    def remark(self, text: str | None) -> None:
-        """Notes what is worth knowing."""
-
     def counts(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor takes memory of the GPU."""
 
 
 @contextmanager
 def told(run: Run) -> Iterator[None]:
-    """While the block lasts, a trace is told where a thread that begins in it works on the GPU, and of processes."""
-    start, begin = threading.Thread.start, BaseProcess.start
+    """While the block lasts, a trace is told where a thread that begins in it works on the GPU."""
+    start = threading.Thread.start
 
     @wraps(start)
     def watched(thread: threading.Thread) -> None:
         thread.run = _watched(run, thread.run)
         start(thread)
 
-    @wraps(begin)
-    def begun(process: BaseProcess) -> None:
-        run.remark("another process is started; what it takes of the GPU is not in these figures")
-        begin(process)
-
-    with mock.patch.object(threading.Thread, "start", watched), mock.patch.object(BaseProcess, "start", begun):
+    with mock.patch.object(threading.Thread, "start", watched):
         yield
 
 

@@ -30,6 +30,7 @@ MACHINERY: Final = tuple(
             "measure_cuda.py",
             "operands.py",
             "pretrained.py",
+            "processes.py",
             "rules",
         ),
         *("run.py", "saved.py", "scalars.py", "script.py", "storages.py", "surface.py", "torch_cuda.py", "trace.py"),

@@ -26,6 +26,7 @@ from .attribution import user_line
 from .elsewhere import told
 from .gpus import GPU
 from .memory_stats import MemoryStats
+from .processes import followed
 from .rules.cuda_attention import takes
 
 _DTYPES: Final = {
@@ -82,7 +83,7 @@ class Run(Protocol):
 @contextmanager
 def believable(run: Run, stats: MemoryStats) -> Iterator[None]:
     """Puts the answers in place while the block lasts, and everything back as it was after it."""
-    with _in_place((*_answers(run, stats), *_refusals(_OF_CUDA))), told(run), refusing():
+    with _in_place((*_answers(run, stats), *_refusals(_OF_CUDA))), told(run), followed(run), refusing():
         yield
 
 

@@ -400,6 +400,16 @@ class Trace(Run):
         """The allocator's history so far, as `torch.cuda.memory._snapshot` gives it."""
         return snapshot_file.contents(self.timeline.with_workspaces())
 
+    def on_memory(self, tell: Callable[[str], None]) -> None:
+        """From now on `tell` gets the line of the code that asks for memory, whenever some does."""
+        alloc = self._storages.recorder.alloc
+
+        def told(*args: Any, **what: Any) -> int:
+            tell(what.get("line") or user_line())
+            return alloc(*args, **what)
+
+        self._storages.recorder.alloc = told
+
     def counts(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor takes memory of the device: a real one does where that is the host."""
         return (self._rules.on_host or tensor.is_meta) and self.outlines.device(tensor) is None
