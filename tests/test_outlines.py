@@ -48,6 +48,9 @@ def trained(run):
     torch.manual_seed(0)
     model = Net()
     average = copy.deepcopy(model).requires_grad_(False).to("cuda")
+    best = copy.deepcopy(model.state_dict())
+    assert best["embedding.weight"].data_ptr() == best["head.weight"].data_ptr() and not best["scale"].is_cuda
+    model.load_state_dict(best)
     model.to(torch.float64).float().to("cuda")
     data = TensorDataset(torch.randn(12, 5), torch.randint(0, 40, (12, 5)))
     optimizer = torch.optim.AdamW(model.parameters())

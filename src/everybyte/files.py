@@ -195,7 +195,8 @@ def _loading(load: Callable[..., Any], kept: checkpoints.Kept, place: checkpoint
         mapped = checkpoints.can_be_mapped(path)
         if mapped:
             kwargs["mmap"] = True
-        with checkpoints.beside_the_trace(), checkpoints.with_addresses():
+        numbers = torch.serialization.safe_globals([int, float])  # as what stands for one is written
+        with checkpoints.beside_the_trace(), checkpoints.with_addresses(), numbers:
             loaded = load(path if mapped else f, checkpoints.restoring(place, map_location), *args, **kwargs)
         if mapped and path is not f and hasattr(f, "seek"):
             f.seek(0, os.SEEK_END)

@@ -42,6 +42,7 @@ from .files import unwritten
 from .gpus import GPU
 from .importing import Change, changed
 from .measure import measure
+from .places import PYTORCH, whose
 from .run import Run
 from .trace import Trace, trace
 from .values import DataDependentShape
@@ -498,15 +499,22 @@ def _failed(error: BaseException, run: Run, is_script: bool) -> Failed:
     elif not ours:
         message = f"{type(error).__name__}: {message}"
     elsewhere = bool(getattr(run, "conditional", ()))  # who knows whether a real run comes there
-    if answered := not (ours or elsewhere) and isinstance(error, _OF_VALUES) and _has_answered(run):
+    if answered := not (ours or elsewhere) and _may_be_of_values(error) and _has_answered(run):
         message += "; the numbers that stand for what no trace knows may be why"
     if line and not re.match(r"\S+:\d+: ", message):
         message = f"{line}: {message}"
     return Failed(message, is_untraceable(error) or elsewhere or answered, run)
 
 
-_OF_VALUES: Final = (ArithmeticError, AssertionError, LookupError, ValueError)
-"""What code raises that meets a value it does not expect."""
+_NOT_OF_VALUES: Final = (AttributeError, ImportError, NameError, OSError, SyntaxError, SystemExit)
+"""What code raises whatever values it meets."""
+
+
+def _may_be_of_values(error: BaseException) -> bool:
+    """Whether code may raise an error for a value, or a number's type, that it does not expect."""
+    raised_in = [frame for frame, _ in walk_tb(error.__traceback__)][-1].f_code.co_filename
+    of_shapes = isinstance(error, (RuntimeError, TypeError)) and whose(raised_in) is PYTORCH
+    return not (isinstance(error, _NOT_OF_VALUES) or of_shapes)
 
 
 def _has_answered(run: Run) -> bool:

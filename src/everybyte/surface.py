@@ -6,6 +6,7 @@ the device whose rules hold, hands values out, and takes the real device's path 
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -350,6 +351,8 @@ class Surface(TorchFunctionMode):
         copies, address = memo.setdefault("torch", {}), tensor.untyped_storage()._cdata
         if tensor.is_leaf and id(tensor) not in memo and address not in copies:
             copies[address] = self._run.copy_storage(tensor, "deepcopy")
+        if type(tensor) is torch.Tensor and address in copies and self._outlines.device(tensor) is not None:
+            return memo[id(tensor)] if id(tensor) in memo else _outline_copied(tensor, copies[address], memo)
         with self, torch._C.DisableTorchFunctionSubclass():
             return _deepcopied(tensor, memo)
 
@@ -423,6 +426,18 @@ def _deepcopied(tensor: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:
     """`Tensor.__deepcopy__`, without its own check for function modes: what it asks of the tensor, the mode answers."""
     own = vars(torch._tensor) | {"has_torch_function_unary": lambda tensor: False}
     return FunctionType(torch.Tensor.__deepcopy__.__code__, own)(tensor, memo)
+
+
+def _outline_copied(tensor: torch.Tensor, storage: torch.UntypedStorage, memo: dict[Any, Any]) -> torch.Tensor:
+    """The same of an outline, whose storage is not where the tensor says that it is."""
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        made = torch.empty(0, dtype=tensor.dtype, device=META)
+        made.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride()).requires_grad_(tensor.requires_grad)
+    memo[id(tensor)] = made
+    made.__dict__ = copy.deepcopy(tensor.__dict__, memo)
+    if tensor.grad is not None:
+        made.grad = copy.deepcopy(tensor.grad, memo)
+    return made
 
 
 _SAID_ELSEWHERE: Final[dict[Any, Callable[[torch.device], Any]]] = {

@@ -20,7 +20,7 @@ from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 
-from . import checkpoints, foreign, gpus, loaders, pretrained, snapshot_file, values, workspace
+from . import checkpoints, foreign, gpus, loaders, pretrained, serializers, snapshot_file, values, workspace
 from .attribution import Attribution, asking_frame, line_of_code_that, storage_of, user_frame, user_line
 from .direct import HOST, Direct, Known
 from .files import guarded
@@ -204,6 +204,7 @@ class Trace(Run):
                 loaders.in_this_process(),
                 pretrained.shapes_alone(),
                 foreign.refused(),
+                serializers.given_plain_numbers(),
                 refusing() if self.gpu is None else believable(self, self._memory_stats()),
             ):
                 stack.enter_context(context)

@@ -124,6 +124,11 @@ _STAND_INS: Final[dict[type, type]] = {}
 _STAND_INS |= {float: _stand_in(float), int: _stand_in(int)}
 
 
+def plain(number: Any) -> Any:
+    """The plain number that a stand-in counts as; anything else is what it is."""
+    return next((base(number) for base, kind in _STAND_INS.items() if type(number) is kind), number)
+
+
 def decide_sizes(value: Any) -> None:
     """Lets stand-ins among sizes, indices and slices tell that they decide something."""
     if isinstance(value, tuple(_STAND_INS.values())):
