@@ -25,6 +25,7 @@ import sys
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -223,7 +224,7 @@ def compared(traced: Timeline, measured: Timeline) -> dict[str, Any]:
     """Whether two timelines are equal, event by event, and by which operation they begin to differ."""
     plain = differing(traced.without("scratch"), measured.without("scratch"))
     whole = differing(traced, measured)
-    scratch = measured.frame().query("category == 'scratch' and action == 'alloc'")
+    ours, real = taken(traced), taken(measured)
     return {
         "difference": traced.peak_bytes - measured.peak_bytes,
         "difference, without scratch": traced.without("scratch").peak_bytes - measured.without("scratch").peak_bytes,
@@ -231,8 +232,19 @@ def compared(traced: Timeline, measured: Timeline) -> dict[str, Any]:
         "equal": not whole,
         "first differing": plain,
         "first differing, with scratch": whole,
-        "scratch": ", ".join(sorted(set(scratch["op"]))),
+        "scratch": ", ".join(sorted({op for op, _ in real})),
+        "scratch that differs": "; ".join(
+            f"{op} {nbytes} B: traced {ours[op, nbytes]}, measured {real[op, nbytes]}"
+            for op, nbytes in sorted(ours.keys() | real.keys())
+            if ours[op, nbytes] != real[op, nbytes]
+        ),
     }
+
+
+def taken(timeline: Timeline) -> Counter[tuple[str, int]]:
+    """How often each operation's kernel takes so many bytes for itself."""
+    scratch = timeline.frame().query("category == 'scratch' and action == 'alloc'")
+    return Counter(zip(scratch["op"].astype(str), scratch["nbytes"], strict=True))
 
 
 def differing(traced: Timeline, measured: Timeline) -> str:

@@ -52,6 +52,13 @@ def assert_same(*made: Callable[[], torch.Tensor], function: Callable[..., Any])
     assert differences_between(timeline(eb.trace(rules="cpu"), made, function), real) == ""
 
 
+def assert_same_order(*made: Callable[[], torch.Tensor], function: Callable[..., Any], but: str | None = None) -> None:
+    """As `assert_same`, event by event, but for a category."""
+    runs = eb.trace(rules="cpu"), eb.measure(device="cpu")
+    ours, real = (timeline(run, made, function).without(*([but] if but else [])).frame() for run in runs)
+    assert [*zip(ours["action"], ours["nbytes"], strict=True)] == [*zip(real["action"], real["nbytes"], strict=True)]
+
+
 @pytest.mark.parametrize(
     "operands",
     [
@@ -149,6 +156,9 @@ def test_products_copy_what_blas_does_not_take(made, function):
         ((learns(4, 10), learns(4), learns(4)), lambda x, w, b: F.layer_norm(x.t(), (4,), w, b)),
         ((learns(10, 4), lambda: torch.zeros(3, 2, dtype=torch.int64).t()), lambda w, x: F.embedding(x, w)),
         ((learns(10, 4),), F.gelu),
+        ((learns(2, 6, 8),), lambda x: F.gelu(x).transpose(1, 2).contiguous() * 2),
+        ((learns(2, 6, 8),), lambda x: F.gelu(x.transpose(1, 2)) * 2),
+        ((learns(2, 6, 8),), lambda x: F.gelu(x, approximate="tanh").transpose(1, 2).contiguous() * 2),
         ((learns(2, 8, 4, 4),), lambda x: F.max_pool2d(x, 2)),
         ((learns(10, 4),), lambda x: x.softmax(-1)),
     ],
@@ -191,10 +201,35 @@ def test_batch_norm_makes_the_input_s_gradient_first_where_the_two_lie_otherwise
         y = F.batch_norm(x, None, None, w, b, True)
         return (y if alike else y.transpose(1, 2).contiguous()) * 2
 
-    made = learns(2, 8, 5), learns(8), learns(8)
-    runs = [timeline(run, made, backward(function)) for run in (eb.measure(device="cpu"), eb.trace(rules="cpu"))]
-    real, ours = ([row.nbytes for row in run.without("scratch").frame().itertuples()] for run in runs)
-    assert ours == real
+    assert_same_order(learns(2, 8, 5), learns(8), learns(8), function=backward(function), but="scratch")
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("learned", [True, False])
+@pytest.mark.parametrize("kind", [ones, DOUBLE, HALF])
+def test_batch_norm_of_a_transposed_input_takes_means_or_reciprocals(kind, learned, training):
+    def function(x, mean, var, w, b):
+        given = (w, b) if learned else (None, None)
+        return F.batch_norm(x.transpose(1, 2), mean, var, *given, training)
+
+    assert_same_order(kind(2, 5, 8), *[kind(8)] * 4, function=function)
+
+
+def test_batch_norm_sees_channels_innermost_where_a_size_of_one_is_moved():
+    def function(x, w, b):
+        return F.batch_norm(x.transpose(1, 3), None, None, w, b, True) * 2
+
+    assert_same(learns(2, 1, 5, 8), learns(8), learns(8), function=backward(function))
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_convolution_makes_its_gradients_in_the_order_of_its_library(groups, width):
+    def function(x, w, b):
+        return F.conv1d(x, w, b, groups=groups)
+
+    made = learns(2, 8, 12), learns(16, 8 // groups, width), learns(16)
+    assert_same_order(*made, function=backward(function), but="scratch")
 
 
 @pytest.mark.parametrize(("rows", "columns", "width"), [(24, 24, 8), (100, 100, 16), (300, 40, 8), (800, 600, 8)])
@@ -212,6 +247,7 @@ def test_fused_attention_keeps_a_block_of_scores_for_each_thread(rows, columns, 
         ((2, 16, 8, 8), (32, 16, 1, 1), {}),
         ((2, 24, 12), (24, 6, 1), {"groups": 4}),
         ((2, 1, 400), (16, 1, 10), {"stride": 5}),
+        ((2, 1, 512, 128), (96, 1, 16, 16), {"stride": 10}),
     ],
 )
 def test_convolutions_lay_out_anew_what_onednn_says(shape, weight, options):
@@ -255,3 +291,52 @@ def test_pooling_without_gradients_keeps_what_is_known_and_copies_after_it_has_m
         return x.exp() if F.max_pool1d(x, 4, 4).bool().all() else x
 
     assert_same(ones(2, 1, 24), function=function)
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+@pytest.mark.parametrize("size", [(20, 10), (120, 60)])
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear", "bicubic"])
+@pytest.mark.parametrize("layout", [{}, LAST])
+def test_pictures_grow_by_tables_of_positions_and_weights_or_with_channels_last(channels, size, mode, layout):
+    made = ones(2, channels, 9, 8)
+    assert_same_order(made, function=lambda x: F.interpolate(x.to(**layout), size, mode=mode))
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "mode"),
+    [
+        *(((2, 3, 8), (20,), mode) for mode in ("nearest", "linear")),
+        *(((2, 3, 8, 4, 4), (10, 9, 7), mode) for mode in ("nearest", "trilinear")),
+    ],
+)
+def test_lines_and_volumes_grow_by_tables_of_positions_and_weights(shape, size, mode):
+    assert_same_order(learns(*shape), function=backward(lambda x: F.interpolate(x, size, mode=mode)))
+
+
+@pytest.mark.parametrize("stride", [1, 4])
+@pytest.mark.parametrize("turned", [False, True])
+def test_unfolding_makes_its_result_as_large_as_the_input_first(stride, turned):
+    def function(x):
+        x = x.transpose(2, 3) if turned else x
+        return F.unfold(x, 3, padding=1, stride=stride)
+
+    assert_same_order(learns(2, 3, 8, 8), function=backward(function))
+
+
+def test_folding_copies_what_is_not_contiguous():
+    assert_same_order(learns(2, 64, 27), function=backward(lambda x: F.fold(x.transpose(1, 2), (8, 8), 3, padding=1)))
+
+
+def test_group_norm_of_single_positions_takes_nothing_for_itself():
+    assert_same_order(learns(2, 8, 1, 1), function=backward(lambda x: F.group_norm(x, 2)))
+
+
+def test_complex_numbers_are_not_taken_for_whole_ones():
+    assert_same(lambda: torch.ones(3, 4, dtype=torch.complex64), function=lambda x: x.exp() / x)
+
+
+@pytest.mark.parametrize("dim", [0, 2])
+def test_norms_of_weights_are_summed_by_threads(dim):
+    norm = [8, 1, 1] if dim == 0 else [1, 1, 3]
+    made = learns(8, 4, 3), learns(*norm)
+    assert_same_order(*made, function=backward(lambda v, g: torch._weight_norm(v, g, dim)))

@@ -39,15 +39,16 @@ class _Like(NamedTuple):
     dtype: torch.dtype
 
 
-def _of_convolution(input: Any, weight: Any, bias: Any, stride: Any, padding: Any, *rest: Any) -> int:
-    positions = math.prod(n + 2 * p for n, p in zip(input.shape[2:], padding, strict=True))
+def _of_convolution(
+    input: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, *rest: Any
+) -> int:
+    steps = [1] * len(stride) if transposed else stride
+    positions = math.prod((n + 2 * p) // s for n, p, s in zip(input.shape[2:], padding, steps, strict=True))
     return input.shape[0] * positions * weight.numel()
 
 
-def _of_convolution_backward(
-    gradient: Any, input: Any, weight: Any, bias: Any, stride: Any, padding: Any, *rest: Any
-) -> int:
-    return 2 * _of_convolution(input, weight, bias, stride, padding)
+def _of_convolution_backward(gradient: Any, input: Any, weight: Any, bias: Any, *rest: Any) -> int:
+    return 2 * _of_convolution(input, weight, bias, *rest)
 
 
 def _of_lstm(input: Any, w_ih: Any, w_hh: Any, *rest: Any) -> int:
@@ -105,9 +106,18 @@ def scratch(op: Any, otherwise: Function | None = None) -> Function:
     def taken(*args: Any, **kwargs: Any) -> Any:
         if op in IN_HALF_PRECISION and args[0].dtype not in _HALVES:
             return otherwise(*args, **kwargs) if otherwise is not None else ()
-        return _asked(op, _key(args), tuple(kwargs.items()), _state()) if _may_ask(op, args) else ()
+        return _asked(op, _key(args), tuple(kwargs.items()), _state()).taken if _may_ask(op, args) else ()
 
     return taken
+
+
+def made_in(op: Any, otherwise: tuple[int, ...]) -> Callable[..., tuple[int, ...]]:
+    """The order in which one of these ops makes its results; `otherwise` where a call is too large to ask about."""
+
+    def order(*args: Any) -> tuple[int, ...]:
+        return _asked(op, _key(args), (), _state()).made_in if _may_ask(op, args) else otherwise
+
+    return order
 
 
 def left_out(op: Any) -> Callable[..., str | None]:
@@ -146,15 +156,22 @@ def _zeros(like: Any) -> Any:
     return [_zeros(item) for item in like] if isinstance(like, tuple) else like
 
 
+class _Answer(NamedTuple):
+    """What a kernel allocates and gives back (-n), in order, None where it makes a result; and the results' order."""
+
+    taken: tuple[int | None, ...]
+    made_in: tuple[int, ...]
+
+
 @cache
-def _asked(op: Any, args: Any, kwargs: Any, state: Any) -> tuple[int | None, ...]:
-    """What the kernel allocates and gives back (-n), in order; None where it makes a result."""
+def _asked(op: Any, args: Any, kwargs: Any, state: Any) -> _Answer:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would write on stderr
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
         given = [_zeros(arg) for arg in args]
         with profile(profile_memory=True) as seen:
             made = op(*given, **dict(kwargs))
-        results = {t.untyped_storage().data_ptr() for t in tree_leaves(made) if isinstance(t, torch.Tensor)}
+        results = [made] if isinstance(made, torch.Tensor) else made
+        addresses = [None if t is None else t.untyped_storage().data_ptr() for t in results]
     taken: list[int | None] = []
     live: dict[int, int] = {}  # address -> its place in `taken`
     for address, nbytes in _memory(seen.kineto_results.experimental_event_tree()):
@@ -163,9 +180,10 @@ def _asked(op: Any, args: Any, kwargs: Any, state: Any) -> tuple[int | None, ...
             taken.append(nbytes)
         elif address in live:
             taken.append(-taken[live.pop(address)])
-    for address in results & live.keys():
+    for address in live.keys() & set(addresses):
         taken[live[address]] = None
-    return tuple(taken)
+    places = [live.get(address, len(taken)) for address in addresses]
+    return _Answer(tuple(taken), tuple(sorted(range(len(places)), key=places.__getitem__)))
 
 
 def _memory(events: Any) -> Iterator[tuple[int, int]]:

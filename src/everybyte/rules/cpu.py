@@ -395,8 +395,11 @@ def native_batch_norm_backward(gradient: Any, input: Any, *rest: Any) -> Any:
 
 
 def _format_of_batch_norm(input: Any) -> torch.memory_format:
-    """Contiguous where the input is that, too (`ATen/native/Normalization.cpp`, `suggest_memory_format_contig`)."""
-    return torch.contiguous_format if input.is_contiguous() else suggest_memory_format(input)
+    """As the input lies, if in a standard layout (`ATen/native/Normalization.cpp`, `suggest_memory_format_contig`)."""
+    if not cpu_scratch.is_dense(input):
+        return suggest_memory_format(input)
+    last = torch.channels_last_3d if input.dim() == 5 else torch.channels_last
+    return torch.contiguous_format if input.is_contiguous() else last
 
 
 @stating(KERNELS, aten.binary_cross_entropy.default)
@@ -549,7 +552,9 @@ def _batch_norm_makes(gradient: Any, input: Any, *rest: Any) -> tuple[int, ...]:
 
 MADE_IN: Final = {
     aten._ctc_loss.default: (1, 0),  # `ATen/native/LossCTC.cpp`
-    aten.convolution_backward.default: (0, 2, 1),  # `ATen/native/mkldnn/Conv.cpp`, `ConvolutionMM2d.cpp`
+    aten.convolution_backward.default: asked.made_in(  # `ATen/native/mkldnn/Conv.cpp`, `ConvolutionMM2d.cpp`
+        aten.convolution_backward.default, (0, 2, 1)
+    ),
     aten.native_batch_norm_backward.default: _batch_norm_makes,
     aten.mkldnn_rnn_layer_backward.default: (0, 5, 6, 1, 2, 3, 4),  # `ATen/native/mkldnn/RNN.cpp`
 }

@@ -14,13 +14,20 @@ import torch
 from torch._prims_common import elementwise_dtypes, suggest_memory_format
 
 from .base import Function, stating
+from .layout import iterated_strides
 
 aten: Final = torch.ops.aten
 
 SCRATCH: Final[dict[Any, Function]] = {}
 """Op -> the sizes of what its kernel takes, as `base.Rules` says."""
 
-FIRST: Final[set[Any]] = {aten.binary_cross_entropy_with_logits.default, aten.bincount.default}
+FIRST: Final[set[Any]] = {
+    aten.binary_cross_entropy_with_logits.default,
+    aten.bincount.default,
+    aten.im2col.default,
+    aten.col2im.default,
+    aten.native_batch_norm.default,
+}
 """Ops that make their results after some of it."""
 
 _PROMOTION: Final = torch._prims_common.ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT
@@ -77,7 +84,7 @@ def iterated(func: Any) -> Callable[..., Iterable[int]] | None:
         if any(not isinstance(t, (torch.Tensor, bool, int, float)) for t in taken):
             return made
         common = elementwise_dtypes(*taken, type_promotion_kind=_PROMOTION)[1]
-        if not common.is_floating_point and floats and _gives_fractions(packet, kwargs):
+        if not (common.is_floating_point or common.is_complex) and floats and _gives_fractions(packet, kwargs):
             common = torch.get_default_dtype()
         if writes and taken[0].dtype != common:
             made.append(taken[0].numel() * common.itemsize)
@@ -140,6 +147,14 @@ def _one_by_one(parts: Iterable[list[int]]) -> list[int]:
         made += [*(-nbytes for nbytes in reversed(live)), *part]
         live = part
     return made
+
+
+def _left(taken: list[int]) -> list[int]:
+    """What is not given back before the end."""
+    live: list[int] = []
+    for nbytes in taken:
+        live.append(nbytes) if nbytes > 0 else live.remove(-nbytes)
+    return live
 
 
 # -- reductions --------------------------------------------------------------------------------------------------------
@@ -253,9 +268,12 @@ def softmax_backward_scratch(gradient: Any, output: Any, *rest: Any) -> list[int
 
 
 @stating(SCRATCH, aten.gelu_backward.default)
-def gelu_backward_scratch(gradient: Any, input: Any, **options: Any) -> list[int]:
-    """Contiguous copies (`ATen/native/Activation.cpp`)."""
-    return _copied(gradient, input)
+def gelu_backward_scratch(gradient: Any, input: Any, *, approximate: str = "none") -> list[int]:
+    """Both gradients laid out as a contiguous input, which oneDNN takes (`ATen/native/Activation.cpp`)."""
+    if approximate != "none" or input.dtype == torch.float64 or not input.is_contiguous():
+        return []
+    result = iterated_strides(input.shape, (gradient, input))
+    return [*_copied(gradient), *([_nbytes(input)] if result != input.stride() else [])]
 
 
 # -- losses ------------------------------------------------------------------------------------------------------------
@@ -326,26 +344,32 @@ def _wide(dtype: torch.dtype) -> int:
     return max(4, dtype.itemsize)
 
 
-def _channels_inside(input: torch.Tensor) -> bool:
-    """Whether a sample's numbers of one position lie side by side, channel by channel."""
-    if input.is_contiguous():
-        return math.prod(input.shape[2:]) == 1
-    return suggest_memory_format(input) is not torch.contiguous_format
-
-
 @stating(SCRATCH, aten.native_batch_norm.default)
 def batch_norm_scratch(
     input: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *rest: Any
-) -> list[int]:
-    """Sums by channel, then factor and summand (`ATen/native/Normalization.cpp`, `cpu/batch_norm_kernel.cpp`)."""
+) -> list[int | None]:
+    """Sums by channel, then factor and summand (`ATen/native/Normalization.cpp`, `cpu/batch_norm_kernel.cpp`).
+
+    Of an input in no standard layout a mean, or the reciprocal of a deviation, and ones for what is not given.
+    """
     c, wide = input.shape[1], _wide(input.dtype)
+    mixed = any(t is not None and t.dtype != input.dtype for t in (weight, bias, mean, var))
+    dtype = torch.float32 if mixed else input.dtype
+    of_channels = c * dtype.itemsize
+    if not is_dense(input):
+        ones = [dtype.itemsize for t in (weight, bias) if t is None]
+        if training:
+            means = mean_over_scratch(input, [i for i in range(input.dim()) if i != 1], dtype=dtype)
+            return [None, None, *means, *(-n for n in reversed(_left(means))), None, *ones]
+        number = _divided(dtype)[: 1 if dtype == torch.float64 else 2]
+        root = [*number, of_channels, *(-n for n in reversed(number)), of_channels]
+        return [None, *root, of_channels, -of_channels, -of_channels, *ones]
     factors = [c * wide] * 2
     if not training:
-        return factors
-    mixed = any(t is not None and t.dtype != input.dtype for t in (weight, bias, mean, var))
-    sums = [c * (4 if mixed else input.element_size())] * 2
-    sums += [torch.get_num_threads() * c * wide] if _channels_inside(input) else []
-    return [*sums, *(-n for n in reversed(sums)), *factors]
+        return [None, *factors]
+    sums = [of_channels] * 2
+    sums += [torch.get_num_threads() * c * wide] if _channels_innermost(input) else []
+    return [None, None, None, *sums, *(-n for n in reversed(sums)), *factors]
 
 
 @stating(SCRATCH, aten.native_batch_norm_backward.default)
@@ -357,7 +381,7 @@ def batch_norm_backward_scratch(
     if not batch_norm_is_ordered(gradient, input):
         return [c * input.element_size()]
     made = [_nbytes(input), -_nbytes(input)] if needed[0] else []
-    if _channels_inside(input):
+    if _channels_innermost(input):
         made += [] if training else [c * _wide(input.dtype)]
         made += [2 * torch.get_num_threads() * c * _wide(input.dtype)]
     return made
@@ -366,7 +390,19 @@ def batch_norm_backward_scratch(
 def batch_norm_is_ordered(gradient: torch.Tensor, input: torch.Tensor) -> bool:
     """Whether batch norm's backward walks both as they lie (`ATen/native/Normalization.cpp`, `all_contiguous`)."""
     alike = suggest_memory_format(gradient) == suggest_memory_format(input)
-    return alike and _is_ordered(input) and _is_ordered(gradient)
+    return alike and is_dense(input) and is_dense(gradient)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether it has a standard layout, sizes of one apart (`ATen/native/Normalization.cpp`, `is_contiguous`)."""
+    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
+    last = layouts.get(tensor.dim())
+    return tensor.is_contiguous() or (last is not None and tensor.is_contiguous(memory_format=last))
+
+
+def _channels_innermost(dense: torch.Tensor) -> bool:
+    """As batch norm sees it (`ATen/native/cpu/batch_norm_kernel.cpp`)."""
+    return math.prod(dense.shape[2:]) == 1 if dense.is_contiguous() else True
 
 
 def _is_ordered(tensor: torch.Tensor) -> bool:
@@ -389,7 +425,8 @@ def layer_norm_backward_scratch(gradient: Any, input: Any, shape: Any, *rest: An
 @stating(SCRATCH, aten.native_group_norm.default)
 def group_norm_scratch(input: Any, weight: Any, bias: Any, n: int, c: int, *rest: Any) -> list[int]:
     """Where channels lie side by side, factor and summand of each (`ATen/native/cpu/group_norm_kernel.cpp`)."""
-    return [2 * n * c * _wide(input.dtype)] if _channels_inside(input) else []
+    last = suggest_memory_format(input) is not torch.contiguous_format
+    return [2 * n * c * _wide(input.dtype)] if last else []
 
 
 @stating(SCRATCH, aten.native_group_norm_backward.default)
@@ -561,10 +598,68 @@ def dropout_scratch(input: Any, p: float, train: bool | None) -> list[int]:
     return [n, -n, 8, input.element_size()]
 
 
-@stating(SCRATCH, aten.upsample_nearest2d.default, aten.upsample_bilinear2d.default)
-def upsample_scratch(input: Any, output_size: Any, *rest: Any) -> list[int]:
-    """Channels last, copied there and back, where that is fast (`cpu/UpSampleKernel.cpp`)."""
-    if input.is_contiguous(memory_format=torch.channels_last) or sum(output_size) > 128:
-        return []
-    n, c = input.shape[:2]
-    return [_nbytes(input), n * c * math.prod(output_size) * input.element_size()]
+_INTERPOLATED: Final = {
+    **dict.fromkeys((f"{name}{n}d" for name in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3)), 1),
+    **dict.fromkeys(("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d"), 2),
+    "upsample_bicubic2d": 4,
+}
+"""Op -> how many of the input's positions in a dimension one of the result's is made of."""
+
+
+def _upsampling(positions: int) -> Function:
+    """Channels last, copied there and back, where that is fast; else of each dimension the positions and their weights.
+
+    `ATen/native/cpu/UpSampleKernel.cpp`, `_use_vectorized_kernel_cond_2d` and `upsample_generic_Nd_kernel_impl`.
+    """
+
+    def scratch(input: Any, output_size: Any, *rest: Any) -> list[int]:
+        layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(input.dim())
+        last = layout is not None and input.is_contiguous(memory_format=layout)
+        n, c = input.shape[:2]
+        short = input.dim() == 4 and (sum(output_size) <= 128 or (c == 3 and positions == 2))
+        if positions < 4 and (short or (last and c > 3)):
+            return [] if last else [_nbytes(input), n * c * math.prod(output_size) * input.element_size()]
+        tables = [nbytes for size in output_size for nbytes in [8 * size, size * input.element_size()] * positions]
+        return [*tables, *(-nbytes for nbytes in tables)]
+
+    return scratch
+
+
+for _name, _positions in _INTERPOLATED.items():
+    SCRATCH[getattr(aten, _name).default] = _upsampling(_positions)
+
+
+@stating(SCRATCH, *(getattr(aten, f"{name}_backward").default for name in _INTERPOLATED))
+def upsampling_backward_scratch(gradient: Any, *rest: Any) -> list[int]:
+    """A copy in a standard layout (`ATen/native/cpu/UpSampleMoreKernel.cpp`)."""
+    return [] if _is_ordered(gradient) else [_nbytes(gradient)]
+
+
+@stating(SCRATCH, aten._weight_norm_interface.default)
+def weight_norm_scratch(weight: Any, norm: Any, dim: int = 0) -> list[int]:
+    """Over the last dimension sums of each thread (`ATen/native/cpu/WeightNormKernel.cpp`)."""
+    return [torch.get_num_threads() * _nbytes(norm)] if dim else []
+
+
+@stating(SCRATCH, aten._weight_norm_interface_backward.default)
+def weight_norm_backward_scratch(gradient: Any, weight: Any, norm: Any, saved: Any, dim: int) -> list[int]:
+    """The same of the products, and two factors."""
+    return [3 * _nbytes(saved)] if dim else []
+
+
+@stating(SCRATCH, aten.im2col.default)
+def im2col_scratch(input: Any, kernel: Any, dilation: Any, padding: Any, stride: Any) -> list[int | None]:
+    """As `col2im_scratch` (`ATen/native/Im2Col.cpp`)."""
+    sizes = zip(input.shape[-2:], kernel, dilation, padding, stride, strict=True)
+    blocks = math.prod((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, d, p, s in sizes)
+    return _outgrown(input, blocks * math.prod(kernel) / math.prod(input.shape[-2:]))
+
+
+@stating(SCRATCH, aten.col2im.default)
+def col2im_scratch(input: Any, size: Any, kernel: Any, *rest: Any) -> list[int | None]:
+    """A result as large as the input, which is exchanged where it must grow, and a contiguous copy (`Col2Im.cpp`)."""
+    return _outgrown(input, math.prod(size) / (math.prod(kernel) * input.shape[-1]))
+
+
+def _outgrown(input: torch.Tensor, growth: float) -> list[int | None]:
+    return [_nbytes(input), *_copied(input), None] if growth > 1 else [None, *_copied(input)]
