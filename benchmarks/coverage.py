@@ -56,6 +56,9 @@ SEARCH: Final = 20
 TOO_MANY: Final = 40_000_000
 """Parameters from which on a model is not small, and the next size is tried."""
 
+_TRAINED: Final = ("parameter", "gradient", "optimizer state")
+"""Categories of which a closed form says how many bytes are live while AdamW steps: 4, 4 and 8 a parameter."""
+
 Body = Callable[[Any], None]
 
 
@@ -190,13 +193,17 @@ def row(architecture: Architecture) -> Iterator[dict[str, Any]]:
         began = time.perf_counter()
         with uncollected(), eb.trace(rules="cuda") as run:
             body(run)
-        at = run.timeline.by("category")["nbytes"]
+        at, peak = run.timeline.by("category")["nbytes"], run.timeline.peak
         yield {
             "stage": "traced by CUDA's rules",
             "traced by CUDA's rules": True,
             "seconds traced by CUDA's rules": time.perf_counter() - began,
             "peak by CUDA's rules": run.timeline.peak_bytes,
-            "parameters by CUDA's rules": int(at.get("parameter", 0)),
+            "phase of CUDA's peak": str(run.timeline.frame()["phase"][peak]),
+            **{
+                f"{kind}s by CUDA's rules": int(at.get(kind, 0))
+                for kind in ("parameter", "gradient", "optimizer state")
+            },
             "not covered by CUDA's rules": "; ".join(sorted(run.not_covered)),
         }
     except Exception as error:
