@@ -1,6 +1,7 @@
 """Programs whose memory hangs on values that no trace knows, and others that only look at such values."""
 
 import json
+import sys
 import textwrap
 
 import pytest
@@ -247,6 +248,58 @@ def test_where_no_trace_can_follow_the_other_way_nothing_is_sure(code, why, fore
     monkeypatch.setattr("time.monotonic", lambda: 0.0)
     found = forecast(training(f"if math.sqrt(loss.item()) > 3:\n    {code}"))
     assert found.verdict.word == "cannot say" and why in found.verdict.why
+
+
+GENERATES = """\
+tokens = torch.zeros(2, 1, dtype=torch.long, device="cuda")
+unfinished = torch.ones(2, dtype=torch.long, device="cuda")
+with torch.no_grad():
+    while True:
+        token = (x[:2] @ model.weight).argmax(-1)
+        tokens = torch.cat([tokens, token[:, None]], 1)
+        stops = torch.isin(token, torch.tensor([3], device="cuda"))
+        stops = stops | torch.full((2,), tokens.shape[1] >= {most}, device="cuda")
+        unfinished = unfinished & ~stops
+        if unfinished.max() == 0:
+            break
+print(tokens.shape[1])
+"""
+
+
+def test_a_loop_whose_bound_is_known_ends_there(forecast, capsys):
+    found = forecast(training(GENERATES.format(most=9)))
+    lengths = capsys.readouterr().out.split()
+    assert lengths[:3] == ["9"] * 3 and min(lengths[3:]) == "2"  # with other answers its first token ends it
+    assert found.answer["conditional"] == [line_of(training(GENERATES), "if unfinished")]
+
+
+@pytest.mark.parametrize(
+    ("loop", "line"),
+    [
+        (GENERATES.format(most="10**9"), "if unfinished"),
+        (
+            "done = False\nwhile not done: done = loss.isnan().logical_not() & ((x @ model.weight).max() > 3)",
+            "while not",
+        ),
+        ("history = [1.0]\nwhile min(history) > 1e-9: history.append((x @ model.weight).mean().item())", "while min"),
+        ("while math.exp((x @ model.weight).mean().item()) < 2: x = x * 2", "while math"),
+        ("def goes_on(): return (x @ model.weight).mean().item() < 1\nwhile goes_on(): x = x * 2", "def goes_on"),
+    ],
+)
+def test_a_loop_that_waits_for_a_value_ends(loop, line, forecast, monkeypatch):
+    monkeypatch.setattr("everybyte.worlds.PATIENT", 32)
+    text = training(loop)
+    found = forecast(text)
+    assert (found.verdict.word, found.answer["ended"]) == ("cannot say", "the script's end")
+    assert line_of(text, line) in found.verdict.why
+
+
+def test_where_a_loop_never_ends_nothing_is_sure(forecast, monkeypatch):
+    monkeypatch.setattr(sys.modules["everybyte.trace"], "ENDLESS", 1100)
+    text = training("while True:\n    try:\n        while loss.item() != 0.3: pass\n    except: pass")
+    with pytest.raises(Failed, match=r"^train\.py:22: a loop has asked 1,10. times for a value") as failed:
+        forecast(text)
+    assert failed.value.cannot_say
 
 
 DRAWS = "n = int(np.random.default_rng().integers(2**20, 2**24))\nkept = torch.zeros(n, device='cuda')\n"

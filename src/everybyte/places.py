@@ -25,6 +25,7 @@ MACHINERY: Final = tuple(
             "foreign.py",
             "importing.py",
             "kernels.py",
+            "leaving.py",
             "loaders.py",
             "measure.py",
             "measure_cuda.py",
@@ -33,7 +34,17 @@ MACHINERY: Final = tuple(
             "processes.py",
             "rules",
         ),
-        *("run.py", "saved.py", "scalars.py", "script.py", "storages.py", "surface.py", "torch_cuda.py", "trace.py"),
+        *(
+            "rounds.py",
+            "run.py",
+            "saved.py",
+            "scalars.py",
+            "script.py",
+            "storages.py",
+            "surface.py",
+            "torch_cuda.py",
+            "trace.py",
+        ),
         *("values.py",),
     )
 )

@@ -18,6 +18,7 @@ from torch import nn
 
 from .host import resident_bytes
 from .kinds import other_kind
+from .leaving import Leaving
 from .timeline import Timeline
 
 
@@ -33,10 +34,12 @@ class Run(ABC):
 
     Attributes:
         marks: Where each step began and, under the number that follows them, where the last one ended.
+        leaving: How the program that runs is left.
     """
 
     def __init__(self) -> None:
         self.marks: dict[int, Mark] = {}
+        self.leaving = Leaving()
 
     @abstractmethod
     def _begin_step(self, step: int, *, over: bool = False) -> None: ...

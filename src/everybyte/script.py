@@ -27,7 +27,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from operator import attrgetter
 from pathlib import Path
 from traceback import walk_tb
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any, Final, NoReturn
 from unittest import mock
 
@@ -45,7 +45,7 @@ from .measure import measure
 from .places import PYTORCH, whose
 from .run import Run
 from .trace import Trace, trace
-from .values import DataDependentShape
+from .values import DataDependentShape, Endless
 
 PHASES: Final = ("train", "eval", "predict")
 _LIGHTNINGS: Final = ("lightning.pytorch", "pytorch_lightning")
@@ -203,9 +203,8 @@ class Program:
         ended, names = "the script's end", None
         kept = getattr(run, "kept", None)
         with counter.counted(), unwritten(kept, lambda: unsaved.append(attribution.user_line())):
-            traces = sys.gettrace()
             try:
-                names = _called(self._run_as_main)
+                names = run.leaving.of(lambda: _called(self._run_as_main))
             except Enough:
                 ended = _several(counter.done, counter.unit)
             except FileNotFoundError as error:
@@ -215,8 +214,6 @@ class Program:
                         "trace has no values. Leave out what loads it, or trace a shorter run"
                     ) from error
                 raise
-            finally:
-                sys.settrace(traces)
         counter.end()
         del names  # what the program leaves is given back after its last step
         if unsaved:
@@ -234,6 +231,9 @@ class Program:
             raise ValueError(f"{error}: run in the folder from which it can be imported") from None
 
     def _function(self, run: Run, remarks: list[str]) -> str:
+        return run.leaving.of(lambda: self._steps_of_function(run, remarks))
+
+    def _steps_of_function(self, run: Run, remarks: list[str]) -> str:
         where, _, name = self.target.rpartition(":")
         step = _called(_found(where, name), self.target)
         if callable(step) and not isinstance(step, nn.Module):
@@ -254,16 +254,13 @@ class _Counter:
     def __init__(self, run: Any, most: int) -> None:
         self._run = run
         self._most = most
-        self._over = self._stopped = False
+        self._over = False
         self.done = 0
 
     def stop(self) -> NoReturn:
-        """Raises `Enough`, and once more out of the handler where a bare `except` has caught it before."""
+        """Raises `Enough`, past whatever the program catches."""
         self.end()
-        if self._stopped:
-            _raise_from_the_next_line()
-        self._stopped = True
-        raise Enough
+        self._run.leaving.now(Enough)
 
     def end(self) -> None:
         """Marks that what comes now is after the last one: what the program gives back as it unwinds, for example."""
@@ -413,22 +410,6 @@ class _Batches(_Counter):
             self._open.remove(kinds)
 
 
-def _raise_from_the_next_line() -> None:
-    """Lets the next line of the program's own frames raise `Enough`: in a handler, that is outside of its `try`."""
-
-    def line(frame: FrameType, event: str, arg: Any) -> Any:
-        if event == "line":
-            raise Enough  # which also ends the tracing of lines
-        return line
-
-    frame = sys._getframe()
-    while frame is not None and frame.f_code is not Program._run_as_main.__code__:
-        if not frame.f_globals.get("__name__", "").startswith(("torch.", f"{__package__}.")):
-            frame.f_trace = line
-        frame = frame.f_back
-    sys.settrace(lambda *_: None)
-
-
 def _several(count: int, unit: str) -> str:
     return f"{count} {unit}" if count == 1 else f"{count} {unit}{'es' if unit == 'batch' else 's'}"
 
@@ -496,7 +477,7 @@ def _failed(error: BaseException, run: Run, is_script: bool) -> Failed:
             "what the code loads from the Hugging Face hub is not on this machine, and a trace fetches nothing: name a "
             "folder with the config.json, or fetch it once with hf download NAME config.json"
         )
-    elif not ours:
+    elif not (ours or isinstance(error, Endless)):
         message = f"{type(error).__name__}: {message}"
     elsewhere = bool(getattr(run, "conditional", ()))  # who knows whether a real run comes there
     if answered := not (ours or elsewhere) and _may_be_of_values(error) and _has_answered(run):
@@ -526,4 +507,4 @@ def is_untraceable(error: BaseException | None) -> bool:
     """Whether an error is that a trace does not know, or no rule covers, what a program does there."""
     ours = isinstance(error, NotImplementedError) and attribution.is_ours(error)
     no_memory = isinstance(error, (BufferError, NotImplementedError, RuntimeError)) and "on meta" in str(error)
-    return ours or isinstance(error, DataDependentShape) or no_memory or "'meta' device" in str(error)
+    return ours or isinstance(error, (DataDependentShape, Endless)) or no_memory or "'meta' device" in str(error)

@@ -31,6 +31,7 @@ from .memory_stats import MemoryStats
 from .operands import Operands
 from .ops import COPY, EMPTY, ITEM, LIFT, PACK, UNSCALE, Op
 from .outlines import Outlines, is_large
+from .rounds import Rounds
 from .rules import RULES, Rules, candle, engine
 from .rules.autocast import Autocast
 from .run import Run, empty_caches_of_tensors
@@ -39,8 +40,8 @@ from .storages import Storages
 from .surface import Surface, made_for_the_host, shown_to
 from .timeline import Timeline
 from .torch_cuda import believable, refusing
-from .values import UNKNOWN, DataDependentShape, KnownValues, UnknownRead
-from .worlds import Answers
+from .values import UNKNOWN, DataDependentShape, Endless, KnownValues, UnknownRead
+from .worlds import ENDLESS, Answers
 
 aten: Final = torch.ops.aten
 _INDEX: Final = aten.index.Tensor
@@ -153,6 +154,7 @@ class Trace(Run):
         self.unknown_reads: list[UnknownRead] = []
         self.decisions: dict[str, set[Any]] = {}
         self.answers = Answers()
+        self._rounds = Rounds()
         self.not_covered: set[str] = set()
         self.left_out: set[str] = set()
         self.remarks: list[str] = []
@@ -380,7 +382,7 @@ class Trace(Run):
                 return function(real.detach())
             if function is torch.Tensor.item and (passing := self._passes_check("item")) is not None:
                 return type(_zeros(tensor).item())(passing)
-            answer = function(self.answers.fill(_zeros(tensor)))
+            answer = function(self.answers.fill(_zeros(tensor), self._round()))
         line = self._unknown_read(function.__name__, tensor)
         looked_at = values.decides_branch if function is torch.Tensor.numpy else values.counts_loop
         if (function is torch.Tensor.numpy or not tensor.is_floating_point()) and looked_at(*user_frame()):
@@ -392,7 +394,7 @@ class Trace(Run):
         """A number that no trace knows, a time for example, which tells if it decides anything."""
         line = user_line()
         self.unknown_reads.append(UnknownRead(line, op))
-        return values.unknown(self.answers.number(), partial(self._decided, line))
+        return values.unknown(self.answers.number(self._round()), partial(self._decided, line))
 
     def _memory_stats(self) -> MemoryStats:
         return MemoryStats(self._storages.recorder, lambda: self.workspaces, self.gpu)
@@ -586,6 +588,7 @@ class Trace(Run):
                     raise
         if known and not early and all(map(values.is_small, tensors_in((out,), {}))):
             real = self._known.follow(op, args, kwargs)
+        absorbed = UNKNOWN if known else self._known.absorbed(op, args, out)
         self._made = []
         if not op.aliases:
             if type(returns) is New and not op.scratch_first:
@@ -614,6 +617,8 @@ class Trace(Run):
                 self.unknown_reads.append(UnknownRead(user_line(), op.name))
         elif real is not UNKNOWN:
             self._remember(out, real)
+        if absorbed is not UNKNOWN:
+            self._remember(out, absorbed)
         if from_python and op.number_slots and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
             self._scalars.release(op.name)
         return out
@@ -839,7 +844,7 @@ class Trace(Run):
             if tensor.dtype == torch.bool and frame.f_code is _BACKWARD and torch.is_anomaly_enabled():
                 self.unknown_reads.append(UnknownRead(user_line(), "item"))
                 return False  # whether a gradient holds NaNs
-            answer = self.answers.fill(_zeros(tensor)).item()
+            answer = self.answers.fill(_zeros(tensor), self._round()).item()
         self.unknown_reads.append(UnknownRead(user_line(), "item"))
         if tensor.dtype == torch.bool:
             self._decided(user_line(), answer)
@@ -852,7 +857,7 @@ class Trace(Run):
         if not tensor.is_meta:
             self._unknown_read(op.name, tensor)
             with torch._C._DisableTorchDispatch():
-                self.answers.fill(tensor.detach().zero_())
+                self.answers.fill(tensor.detach().zero_(), self._round())
         return tensor
 
     def _rejects(self, frame: Any) -> bool:
@@ -880,6 +885,14 @@ class Trace(Run):
         """The lines of `decisions`."""
         return list(self.decisions)
 
+    def _round(self) -> int:
+        """How often the loop that asks has asked before; a program whose loop never ends is left."""
+        rounds = self._rounds.count(asking_frame(), self._steps_marked)
+        if rounds >= ENDLESS:
+            why = f"{user_line()}: a loop has asked {rounds:,} times for a value that no trace knows: does it ever end?"
+            self.leaving.now(Endless, why)
+        return rounds
+
     def _decided(self, line: str, outcome: Any = None) -> None:
         asked = None if outcome is None else (asking_frame().f_lasti, outcome)  # a line may compare twice
         self.decisions.setdefault(line, set()).add(asked)
@@ -898,7 +911,7 @@ class Trace(Run):
             if (passing := self._passes_check(op.name)) is not None:
                 return passing
             self.unknown_reads.append(UnknownRead(user_line(), op.name))
-            answer = bool(self.answers.number())
+            answer = bool(self.answers.number(self._round()))
             self._decided(user_line(), answer)
             return answer
         raise DataDependentShape(

@@ -97,8 +97,8 @@ def seen_in(world: str, program: Program, gpu: GPU, seconds: float) -> Seen:
     """Traces a program in a world (`everybyte.worlds`), in this process, which is then of no other use."""
     ended, why, is_own = "", "", False
     try:
-        with same_draws(), _at_most(seconds):
-            ran = program.trace(gpu, changes=[_answering(world)])
+        with same_draws():
+            ran = program.trace(gpu, changes=[_answering(world), _at_most(seconds)])
         run, ended = ran.run, ran.ended
     except Failed as error:
         run = error.run
@@ -120,10 +120,11 @@ def _answering(world: str) -> Iterator[None]:
 
 @contextmanager
 def _at_most(seconds: float) -> Iterator[None]:
-    """Raises `TooLong` in the block after so many seconds; once more each second, as what runs then may catch it."""
+    """Leaves the program after so many seconds; what runs then may catch it once, and a second later no more."""
+    leaving = active().leaving
 
     def over(*_: Any) -> None:
-        raise TooLong
+        leaving.now(TooLong)
 
     if not hasattr(signal, "setitimer"):
         yield

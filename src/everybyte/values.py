@@ -40,9 +40,19 @@ _UNINITIALISED: Final = frozenset(
 _DRAWN: Final = frozenset({"randperm", "randint", "random_"})
 """Whole numbers drawn at random are really drawn: samplers shuffle with them."""
 
+_ABSORBS: Final = {
+    **dict.fromkeys(("logical_or", "bitwise_or", "__or__"), True),
+    **dict.fromkeys(("logical_and", "bitwise_and", "__and__", "mul"), False),
+}
+"""Op -> the truth value of an operand that decides the result, whatever the other one is (Kleene's logic)."""
+
 
 class DataDependentShape(RuntimeError):
     """The shape of a result depends on values, which a trace does not have."""
+
+
+class Endless(BaseException):
+    """A loop waits for a value that a trace does not have."""
 
 
 @dataclass(frozen=True)
@@ -240,6 +250,26 @@ class KnownValues:
                 return op.func(*map(real, args), **{name: real(value) for name, value in kwargs.items()})
         except (RuntimeError, NotImplementedError, TypeError):
             return UNKNOWN
+
+    def absorbed(self, op: Op, args: Any, out: Any) -> Any:
+        """What one known operand makes of a result, whatever the other one is: all of `unknown | True` is true.
+
+        Returns:
+            The real result in `out`'s arrangement, or `UNKNOWN`.
+        """
+        absorbing = _ABSORBS.get(op.name.removesuffix("_") if op.mutates else op.name)
+        if absorbing is None or not isinstance(out, torch.Tensor) or not out.is_meta or not is_small(out):
+            return UNKNOWN
+        whole = out.untyped_storage().nbytes() == out.numel() * out.element_size()
+        if not whole or (out.dtype != torch.bool if absorbing else out.is_floating_point() or out.is_complex()):
+            return UNKNOWN
+        with torch._C._DisableTorchDispatch():
+            for operand in args[:2]:
+                real = self.twin(operand) if isinstance(operand, torch.Tensor) else torch.tensor(operand)
+                if real is not None and bool((real.bool() == absorbing).all()):
+                    made = torch.empty_strided(out.size(), out.stride(), dtype=out.dtype, device="cpu")
+                    return made.fill_(absorbing)
+        return UNKNOWN
 
 
 def _arrangement(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -53,8 +53,17 @@ WORLDS: Final = {world.name: world for world in (ZEROS, LARGE, RISING, FALLING, 
 OTHERS: Final = ("large", "falling", "mixed", "negative")
 """Those in which a program is traced again."""
 
+_IN_TURN: Final = (ZEROS, RISING, FALLING, MIXED, NEGATIVE)
+
 GENTLER: Final = {"large": "rising"}
 """What is tried where one of them does not suit the program: `exp` of a large number is none."""
+
+
+PATIENT: Final = 1024
+"""So often a loop is answered in one way; then in each of the others in turn, for a loop that waits for another."""
+
+ENDLESS: Final = 2**16
+"""A loop that has asked so often does not end, for all that a trace can know."""
 
 
 class Answers:
@@ -68,15 +77,17 @@ class Answers:
         self._world = world
         self.asked = 0
 
-    def number(self) -> float:
-        """The next answer, a number."""
+    def _next(self, rounds: int) -> World:
         self.asked += 1
-        return self._world.fraction(self.asked - 1)
+        return self._world if rounds < PATIENT else _IN_TURN[rounds % len(_IN_TURN)]
 
-    def fill(self, real: torch.Tensor) -> torch.Tensor:
+    def number(self, rounds: int = 0) -> float:
+        """The next answer, a number, to a loop that has asked so often before."""
+        return self._next(rounds).fraction(self.asked - 1)
+
+    def fill(self, real: torch.Tensor, rounds: int = 0) -> torch.Tensor:
         """Lets a real tensor, which holds zeros, hold the next answer."""
-        world, number = self._world, self.asked
-        self.asked += 1
+        number, world = self.asked, self._next(rounds)
         if world is ZEROS:
             return real
         some = real.view(-1)[:MOST] if real.is_contiguous() else real
