@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from everybyte import gpus
+from everybyte.forecast import Forecast
 from everybyte.script import Failed, Program
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -553,3 +555,42 @@ def test_what_a_script_saves_is_not_written_and_it_goes_on(script, tmp_path):
         script(SAVING + "open(sys.argv[1], 'rb')\n", "new.pt").trace()
     assert failed.value.cannot_say
     script(SAVING + "assert torch.load(sys.argv[1])['weight'].shape == (8, 8)\n", "new.pt").trace()
+
+
+def _cpu_before(program, answers):
+    state = importlib.import_module("accelerate.state")
+    state.PartialState(cpu=True)
+    before = dict(state.PartialState._shared_state)
+    traced = program.trace("t4")
+    answers.put((traced.run.timeline.peak_bytes, state.PartialState._shared_state == before))
+
+
+def test_what_accelerate_remembers_of_the_process_is_neither_the_program_s_nor_changed_by_it(script):
+    text = "import torch\nfrom accelerate import PartialState\ntorch.ones(8, device=PartialState().device)\n"
+    program = script(text)
+    assert in_a_process_of_its_own(program, _cpu_before, needs=["accelerate"]) == (32, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "why", "cannot_say"),
+    [
+        ("import torch\ntorch.ones(8)\n", "does it ask for device='cpu'", False),
+        (
+            "import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '-1'\nimport torch\n"
+            "torch.ones(8, device='cuda' if torch.cuda.is_available() else 'cpu')\n",
+            r"train\.py:4: the code hides every GPU",
+            False,
+        ),
+        (
+            "import os, torch\npid = os.fork()\nif not pid:\n    torch.ones(8, device='cuda')\n    os._exit(0)\n"
+            "os.waitpid(pid, 0)\n",
+            r"what the process that is started at train\.py:2 does on the GPU",
+            True,
+        ),
+    ],
+)
+def test_a_program_that_puts_nothing_on_the_gpu_never_fits(script, text, why, cannot_say, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(Failed, match=f"put nothing on the GPU: .*{why}") as failed:
+        Forecast.of(script(text), gpus.find("t4"))
+    assert failed.value.cannot_say == cannot_say

@@ -583,6 +583,26 @@ def test_what_would_end_the_process_takes_no_answer_with_it(run, name):
         getattr(os, name)(*arguments)
 
 
+@pytest.mark.parametrize(("visible", "count"), [("", 0), (" -1", 0), ("0", 1), ("3,1", 1), (None, 1)])
+def test_a_gpu_that_the_code_hides_before_it_looks_for_one_is_not_there(visible, count, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    with eb.trace(rules="cuda", default="cpu") as run:
+        if visible is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert torch.cuda.is_available() == bool(count) and torch.cuda.device_count() == count
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "" if count else "0")  # too late, as in a real run
+        assert torch.cuda.is_available() == bool(count) and torch.cuda.device_count() == count
+    assert ["hides every GPU" in remark for remark in run.remarks] == [True] * (1 - count)
+
+
+def test_what_this_machine_hides_is_no_answer_for_the_gpu_that_is_followed(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with eb.trace(rules="cuda"):
+        assert torch.cuda.is_available() and torch.cuda.device_count() == 1
+
+
 # -- threads -----------------------------------------------------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ from .script import Failed, Program, Ran
 from .timeline import Timeline
 from .trials import Advice, Trial, Trials
 from .units import format_bytes
-from .verdict import FITS, Verdict, judge, steps_until
+from .verdict import FITS, Verdict, doubts, judge, steps_until
 from .worlds import ZEROS, same_draws
 
 _UNASKED: Final = Advice({}, ())
@@ -73,7 +73,9 @@ class Forecast:
         with same_draws():
             ran = program.trace(gpu, changes=[loaders.watched()])
         if not len(ran.run.timeline):
-            raise Failed(f"{program.target} put nothing on the GPU: does it ask for device='cpu'?", cannot_say=False)
+            unsure = doubts(ran.run.not_covered, ran.run.conditional)
+            why = "; ".join([*unsure, *ran.run.remarks]) or "does it ask for device='cpu'?"
+            raise Failed(f"{program.target} put nothing on the GPU: {why}", cannot_say=bool(unsure))
         whole = ran.run.timeline.with_workspaces()
         verdict = judge(whole, gpu, goes_on=ran.goes_on)
         base = Seen.of(ZEROS.name, ran.run, verdict, ran.ended)

@@ -48,6 +48,8 @@ from .trace import Trace, trace
 from .values import DataDependentShape, Endless
 
 PHASES: Final = ("train", "eval", "predict")
+_REMEMBERING: Final = ("accelerate.utils.imports", "transformers.utils.import_utils")
+"""Modules that ask once a process what is there."""
 _LIGHTNINGS: Final = ("lightning.pytorch", "pytorch_lightning")
 
 
@@ -184,7 +186,7 @@ class Program:
     def _as_main(self) -> Iterator[None]:
         """Modules beside the script, or in the working folder, can be imported; it sees its own arguments alone.
 
-        Wherever it goes, afterwards the working folder is what it was.
+        Wherever it goes, afterwards the working folder is what it was, and so is what frameworks remember.
         """
         file = self.target if self.is_script else self.target.rpartition(":")[0]  # `runpy` names a module's file itself
         folder = str(Path(file).resolve().parent if file.endswith(".py") else Path.cwd())
@@ -192,6 +194,7 @@ class Program:
             chdir("."),
             mock.patch.object(sys, "path", [folder, *sys.path]),
             mock.patch.object(sys, "argv", [file, *self.arguments]),
+            _remembering_nothing(),
         ):
             yield
 
@@ -244,6 +247,34 @@ class Program:
             what = f"a {type(step).__name__}, which is no step"
             remarks.append(f"{self.target} returned {what}: it was taken to have run everything")
         return "the function's end"
+
+
+@contextmanager
+def _remembering_nothing() -> Iterator[None]:
+    """Lets frameworks forget, while the block lasts, which devices this process has: a program begins a new one."""
+
+    def states() -> dict[str, dict[str, Any]]:
+        module = sys.modules.get("accelerate.state")
+        names = ("PartialState", "AcceleratorState", "GradientState") if module is not None else ()
+        return {name: getattr(module, name)._shared_state for name in names}
+
+    def ask_again() -> None:
+        for name in _REMEMBERING:
+            for function in [*vars(sys.modules.get(name, object)).values()]:
+                if hasattr(function, "cache_clear"):
+                    function.cache_clear()
+
+    before = {name: dict(state) for name, state in states().items()}
+    for state in states().values():
+        state.clear()
+    ask_again()
+    try:
+        yield
+    finally:
+        ask_again()
+        for name, state in states().items():
+            state.clear()
+            state.update(before.get(name, {}))
 
 
 class _Counter:

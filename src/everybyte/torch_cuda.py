@@ -37,6 +37,7 @@ _DTYPES: Final = {
 """The old types of tensors, `torch.cuda.FloatTensor` and so on."""
 
 _NOT_FOLLOWED: Final = "a trace does not follow settings of the allocator; give them to everybyte.Allocator afterwards"
+_VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 _STREAMS: Final = 32  # kStreamsPerPool of `c10/cuda/CUDAStream.cpp`: the 33rd stream is the first again
 _CUDA: Final = 1  # `c10::DeviceType`
 
@@ -148,7 +149,7 @@ def _answers(run: Run, stats: MemoryStats) -> Iterator[tuple[Any, str, Any]]:
     activities = {*torch.autograd.ProfilerActivity.__members__.values()}
     yield torch.autograd.profiler, "_supported_activities", lambda: activities
     yield torch.cuda, "_initialized", True
-    yield torch.cuda, "_cached_device_count", 1
+    yield torch.cuda, "_cached_device_count", None
     yield torch.cuda, "_cudart", _runtime(stats)
     yield torch.cuda, "_get_device_properties", lambda index: Properties(run.gpu)
     yield torch.cuda, "_check_bf16_tensor_supported", lambda device: True  # it makes a tensor, once a process
@@ -180,7 +181,7 @@ def _of_cuda(run: Run, stats: MemoryStats) -> dict[str, Callable[..., Any]]:
 
     return {
         "init": _nothing,
-        "getDeviceCount": lambda: 1,
+        "getDeviceCount": _counting(run),
         "getDevice": lambda: 0,
         "setDevice": _the_only_one,
         "exchangeDevice": _the_only_one,
@@ -241,6 +242,25 @@ def _of_accelerator(run: Run, stats: MemoryStats, stream: type) -> dict[str, Cal
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """Waits, histories and caches of handles take no memory that a trace follows."""
+
+
+def _counting(run: Run) -> Callable[[], int]:
+    """How many GPUs there are: one, if the code has not hidden it before it asks for the first time, as in `cuInit`.
+
+    What the environment said before the trace is of this machine, which need not have the GPU that is followed.
+    """
+    before, counted = os.environ.get(_VISIBLE), []
+
+    def count() -> int:
+        if not counted:
+            now = os.environ.get(_VISIBLE)
+            hidden = now != before and now is not None and now.strip() in ("", "-1")
+            counted.append(0 if hidden else 1)
+            if hidden:
+                run.remark(f"the code hides every GPU before it looks for one, by {_VISIBLE}={now!r}")
+        return counted[0]
+
+    return count
 
 
 def _the_only_one(index: int) -> int:
