@@ -27,6 +27,7 @@ SITE = "/opt/conda/lib/python3.11/site-packages"
         ("/home/me/site-packages.py", OWN),
         ("/tmp/ipykernel_7/1234.py", OWN),
         ("<ipython-input-3-0a>", OWN),
+        ("/root/.ipykernel/1808/command-2654-890", OWN),  # Databricks
         ("train.py", OWN),
         ("/opt/conda/lib/python3.11/contextlib.py", None),
         ("C:\\Program Files\\Python311\\Lib\\runpy.py", None),
@@ -49,7 +50,7 @@ def test_a_file_is_called_the_same_on_every_machine(tmp_path, monkeypatch):
     assert called(f"{tmp_path}/work/scripts/train.py") == "scripts/train.py"
     assert called(f"{tmp_path}/beside/pkg/model.py") == "pkg/model.py"
     assert called("scripts/train.py") == "scripts/train.py"
-    assert called("/tmp/ipykernel_7/1234.py") == "notebook"
+    assert called("/tmp/ipykernel_7/1234.py") == called("/root/.ipykernel/1808/command-2654-890") == "notebook"
     assert called(eb.models.gpt.__file__) == "everybyte/models/gpt.py"
     assert called("/elsewhere/train.py") == "/elsewhere/train.py"  # the name alone could be any train.py
 

@@ -56,7 +56,8 @@ _STANDARD: Final = re.compile(
 )
 _PARTS: Final = r"_\w+|amp|autograd|cuda|distributed|fft|functional|fx|jit|linalg|nn|optim|random|serialization|utils"
 _SOURCE: Final = re.compile(rf"(?:.*/)?(?=torch/(?:{_PARTS})[./])")  # of PyTorch, not installed
-_CELL: Final = re.compile(r"/ipykernel_\d+/|^<ipython-input|^notebook$")
+_CELL: Final = re.compile(r"/ipykernel_\d+/|/\.ipykernel/\d+/command-|^<(ipython-input|command)-|^notebook$")
+"""Of Jupyter (and Colab, Kaggle, papermill), of Databricks, of IPython."""
 
 
 @cache
