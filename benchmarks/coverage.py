@@ -17,6 +17,7 @@ import contextlib
 import gc
 import json
 import os
+import platform
 import random
 import resource
 import select
@@ -326,7 +327,17 @@ def _limited(seconds: int, noisy: bool) -> None:
 
 
 def versions() -> dict[str, str]:
-    return {"torch": torch.__version__.split("+")[0], "transformers": transformers.__version__}
+    cores = f"{torch.get_num_threads()} of {os.cpu_count()} cores, {_processor()}"
+    return {"torch": torch.__version__.split("+")[0], "transformers": transformers.__version__, "machine": cores}
+
+
+def _processor() -> str:
+    """The processor's name, where the system says it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def stored(rows: Path) -> pd.DataFrame:

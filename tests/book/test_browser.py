@@ -140,6 +140,15 @@ def test_the_address_of_the_book_leads_to_its_front_page(page, address):
     page.wait_for_url(f"{address}/{PAGES[0]}")
 
 
+def test_architectures_can_be_filtered_by_what_came_of_them(page, address):
+    open_page(page, f"{address}/book/coverage.html")
+    rows = page.locator("table.claims tbody tr")
+    page.get_by_label("Result").select_option("does not train")
+    seen = rows.filter(visible=True)
+    assert 0 < seen.count() < rows.count()
+    assert page.locator(".claims-filter output").text_content() == f"{seen.count()} of {rows.count()} architectures"
+
+
 def test_claims_can_be_filtered_by_words_and_verdict_and_an_address_that_asks_for_none_shows_all(page, address):
     def shown() -> list[str]:
         rows = page.locator("table.claims tbody tr")
