@@ -160,6 +160,8 @@ def test_products_copy_what_blas_does_not_take(made, function):
         ((learns(2, 6, 8),), lambda x: F.gelu(x.transpose(1, 2)) * 2),
         ((learns(2, 6, 8),), lambda x: F.gelu(x, approximate="tanh").transpose(1, 2).contiguous() * 2),
         ((learns(2, 8, 4, 4),), lambda x: F.max_pool2d(x, 2)),
+        ((learns(2, 3, 8, 8), learns(2, 4, 5, 2)), lambda x, at: F.grid_sample(x, at, align_corners=False)),
+        ((learns(2, 3, 8, 8, 4), learns(2, 4, 5, 6, 3)), lambda x, at: F.grid_sample(x, at, align_corners=False)),
         ((learns(10, 4),), lambda x: x.softmax(-1)),
     ],
 )
@@ -300,6 +302,12 @@ def test_pooling_without_gradients_keeps_what_is_known_and_copies_after_it_has_m
 def test_pictures_grow_by_tables_of_positions_and_weights_or_with_channels_last(channels, size, mode, layout):
     made = ones(2, channels, 9, 8)
     assert_same_order(made, function=lambda x: F.interpolate(x.to(**layout), size, mode=mode))
+
+
+@pytest.mark.parametrize("function", [lambda x: x[:, :, :, :1], lambda x: x[:, :1], lambda x: x])
+def test_one_channel_and_one_position_lie_last_as_they_are(function):
+    for size in ((1, 1), (2, 4)):
+        assert_same_order(ones(2, 2, 8, 8), function=lambda x, size=size: F.interpolate(function(x), size))
 
 
 @pytest.mark.parametrize(

@@ -618,7 +618,9 @@ def _upsampling(positions: int) -> Function:
         n, c = input.shape[:2]
         short = input.dim() == 4 and (sum(output_size) <= 128 or (c == 3 and positions == 2))
         if positions < 4 and (short or (last and c > 3)):
-            return [] if last else [_nbytes(input), n * c * math.prod(output_size) * input.element_size()]
+            made = n * c * math.prod(output_size) * input.element_size()
+            lies_so = suggest_memory_format(input) is layout or c == 1 or math.prod(output_size) == 1
+            return [*([] if last else [_nbytes(input)]), *([] if lies_so else [made])]
         tables = [nbytes for size in output_size for nbytes in [8 * size, size * input.element_size()] * positions]
         return [*tables, *(-nbytes for nbytes in tables)]
 
@@ -633,6 +635,12 @@ for _name, _positions in _INTERPOLATED.items():
 def upsampling_backward_scratch(gradient: Any, *rest: Any) -> list[int]:
     """A copy in a standard layout (`ATen/native/cpu/UpSampleMoreKernel.cpp`)."""
     return [] if _is_ordered(gradient) else [_nbytes(gradient)]
+
+
+@stating(SCRATCH, aten.grid_sampler_2d_backward.default)
+def grid_sampler_backward_scratch(gradient: Any, *rest: Any) -> list[int]:
+    """A contiguous copy (`ATen/native/cpu/GridSamplerKernel.cpp`)."""
+    return _copied(gradient)
 
 
 @stating(SCRATCH, aten._weight_norm_interface.default)
