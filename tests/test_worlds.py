@@ -94,6 +94,10 @@ LOST = {
     "best so far": "history.append(loss.item())\ndecided = np.argmin(history) == step",
     "a time": "e = [torch.cuda.Event(enable_timing=True) for _ in 'ab']\ne[0].record(); e[1].record()\n"
     "decided = np.median([e[0].elapsed_time(e[1])]) < 10",
+    "a tensor's text": "decided = 'tensor(0.' in str(loss.detach())",
+    "a tensor's text, formatted": "history.append(f'{out.detach()}')\ndecided = history[-1].startswith('tensor([[0.')",
+    "a scale": "scaler = torch.amp.GradScaler('cuda')\nscaler.scale((x @ model.weight).sum()).backward()\n"
+    "scaler.step(sgd)\nscaler.update()\ndecided = scaler.get_scale() >= 65536",
     "two at once": "accuracy, error = map(float, out[0, :2].detach())\ndecided = not (accuracy > 0.9) or error > 0.6",
 }
 
@@ -114,6 +118,36 @@ def test_a_number_that_is_lost_and_decides_what_is_allocated_is_found(how, taken
     assert where in found.verdict.why and "with others" in found.verdict.why
 
 
+@pytest.mark.parametrize(
+    "decides",
+    [
+        "token in {3, 5}",
+        "set(out.argmax(-1).tolist()) & {3}",
+        "{token, 8} == {3, 8}",
+        "(token, 1) in {(3, 1): 0}",
+        "hash(token) == 3",
+        "str(out.argmax(-1)) == 'tensor([3, 3, 3, 3, 3, 3, 3, 3])'",
+    ],
+)
+def test_a_single_value_that_is_looked_for_is_not_taken_for_known(decides, forecast):
+    text = training(f"token = out[0].argmax().item()\nif {decides}:\n    kept = torch.empty({BIG}, device='cuda')")
+    found = forecast(text)
+    assert found.verdict.word == "cannot say" and found.answer["conditional"]
+
+
+def test_what_a_tensor_shows_is_what_it_would_on_a_gpu():
+    with eb.trace(rules="cuda", gpu="a4000"):
+        weight = torch.zeros(64, 64, requires_grad=True)
+        unknown = torch.rand(64, 64)
+        assert repr(torch.arange(3) + 1) == "tensor([1, 2, 3], device='cuda:0')"
+        assert str(unknown.sum()) == f"{unknown.sum()!s}" == "tensor(0., device='cuda:0')"
+        assert f"{unknown[0, :2].half()}" == "tensor([0., 0.], device='cuda:0', dtype=torch.float16)"
+        assert str((weight @ unknown)[0, 0]) == "tensor(0., device='cuda:0', grad_fn=<SelectBackward0>)"
+        assert str(unknown.detach().cpu()[0, :2]) == "tensor([0., 0.])"
+        assert "..., " in str(unknown)
+        assert "size=(3,)" in str(torch.zeros(3, device="meta"))
+
+
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize(
     "body",
@@ -124,6 +158,9 @@ def test_a_number_that_is_lost_and_decides_what_is_allocated_is_found(how, taken
         "if math.isnan(loss.detach().cpu().item()): kept = torch.empty(2**28, device='cuda')",
         "with torch.autograd.detect_anomaly(): model(x).mean().backward()\nprint(math.exp(loss.item()))",
         "json.dumps([loss.item()], indent=1)\nnumber = loss.item()\nif number != number: raise ValueError('NaN')",
+        "print(loss, ''.join({9: 'a'}.get(i, '?') for i in out.argmax(-1).tolist()))",
+        "scaler = torch.amp.GradScaler('cuda')\nbefore = scaler.get_scale()\nscaler.scale((x @ model.weight).sum())"
+        ".backward()\nscaler.step(sgd)\nscaler.update()\nif scaler.get_scale() < before: print('skipped')",
         "if not torch.isfinite(loss): raise ValueError('diverged')",
         "import yaml; yaml.safe_dump({'loss': loss.item(), 'best': [out[0].argmax().item()]}); yaml.dump(loss.item())",
         "torch.save({'loss': loss.item(), 'n': out.argmax().item()}, 'a.pt'); torch.load('a.pt', weights_only=True)",

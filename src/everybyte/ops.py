@@ -20,6 +20,7 @@ EMPTY: Final = aten.empty.memory_format
 LIFT: Final = aten.lift_fresh.default
 SPECIAL: Final = frozenset({ITEM, COPY, PACK, EMPTY, LIFT})
 """Ops that a trace treats each in a way of its own."""
+RESCALE: Final = aten._amp_update_scale_.default
 UNSCALE: Final = aten._amp_foreach_non_finite_check_and_unscale_.default
 
 

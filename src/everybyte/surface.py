@@ -7,6 +7,7 @@ the device whose rules hold, hands values out, and takes the real device's path 
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -107,6 +108,9 @@ class Tracer(Protocol):
     def read_out(self, function: Any, tensor: torch.Tensor) -> Any:
         """A tensor's values, as `item`, `tolist` or `numpy` give them."""
 
+    def contents(self, tensor: torch.Tensor) -> str:
+        """What is shown of a tensor's values."""
+
     def outline(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A new outline of a tensor, on this device."""
 
@@ -182,6 +186,7 @@ class Surface(TorchFunctionMode):
             **dict.fromkeys(_READS, self._read),
             **dict.fromkeys((tensor.__getitem__, tensor.__setitem__), self._take_index),
             tensor.__format__: self._format,
+            tensor.__repr__: self._repr,
             tensor.data.__set__: self._set_data,
             tensor.data_ptr: self._data_ptr,
             tensor.backward: self._backward,
@@ -246,7 +251,19 @@ class Surface(TorchFunctionMode):
     def _format(self, func: Any, args: Any, kwargs: Any) -> Any:
         if _is_traced(args) and args[0].dim() == 0:
             return format(self._run.read_out(torch.Tensor.item, args[0]), args[1])
+        if _is_traced(args) and not args[1]:
+            return self._repr(torch.Tensor.__repr__, args[:1], {})
         return func(*args, **kwargs)
+
+    def _repr(self, func: Any, args: Any, kwargs: Any) -> str:
+        tensor, given = args[0], kwargs.get("tensor_contents")
+        if not _is_traced(args) or given or runs_own_code(type(tensor)) or self.place(tensor) == META:
+            return func(*args, **kwargs)
+        text = func(tensor, tensor_contents=self._run.contents(tensor))
+        of_meta = [rf"size={re.escape(str(tuple(tensor.shape)))}", r"dtype=torch\.(?:int64|bool)"]
+        if self.place(tensor).type == "cpu":
+            of_meta.append(r"device='[^']*'")
+        return re.sub(rf",\s+(?:{'|'.join(of_meta)})", "", text)
 
     def _to(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensor, *rest = args

@@ -29,7 +29,7 @@ from .kernels import ABSENT, META, Call, New, make, tensors_in
 from .kinds import has_no_memory, other_kind, runs_own_code
 from .memory_stats import MemoryStats
 from .operands import Operands
-from .ops import COPY, EMPTY, ITEM, LIFT, PACK, UNSCALE, Op
+from .ops import COPY, EMPTY, ITEM, LIFT, PACK, RESCALE, UNSCALE, Op
 from .outlines import Outlines, is_large
 from .rounds import Rounds
 from .rules import RULES, Rules, candle, engine
@@ -379,7 +379,9 @@ class Trace(Run):
         real = self._known.twin(tensor)
         with torch._C._DisableTorchDispatch():
             if real is not None:
-                return function(real.detach())
+                known = function(real.detach())
+                rescaled = type(known) is float and self._known.is_assumed(tensor)
+                return known * self.answers.times(self._round()) if rescaled else known
             if function is torch.Tensor.item and (passing := self._passes_check("item")) is not None:
                 return type(_zeros(tensor).item())(passing)
             answer = function(self.answers.fill(_zeros(tensor), self._round()))
@@ -389,6 +391,19 @@ class Trace(Run):
             self._decided(line)  # an array does not tell what is done with it, nor does a number as a loop's count
         decided = partial(self._decided, line)
         return tree_map_only((int, float), lambda number: values.unknown(number, decided), answer)
+
+    def contents(self, tensor: torch.Tensor) -> str:
+        """What is shown of a tensor's values: where they are not known, those of an answer."""
+        real = self._known.twin(tensor)
+        if real is None:
+            self.unknown_reads.append(UnknownRead(user_line(), "repr"))
+            if values.decides_branch(*user_frame()):
+                self._decided(user_line())
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            if real is None:
+                few = torch.zeros(tensor.shape if tensor.numel() <= 1000 else (), dtype=tensor.dtype, device="cpu")
+                real = self.answers.fill(few, self._round()).expand(tensor.shape)
+            return torch._tensor_str._tensor_str(real, len("tensor("))
 
     def unknown_number(self, op: str) -> float:
         """A number that no trace knows, a time for example, which tells if it decides anything."""
@@ -613,6 +628,8 @@ class Trace(Run):
                     keeps = op.name == "set_" or (op.func is UNSCALE and i == 1)  # it finds no infinity
                     if real is UNKNOWN and not keeps:
                         self._known.forget(tensor.untyped_storage()._cdata)
+            if op.func is RESCALE:
+                self._known.assume(args[0])
             if op.func is UNSCALE:
                 self.unknown_reads.append(UnknownRead(user_line(), op.name))
         elif real is not UNKNOWN:

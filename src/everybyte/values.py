@@ -15,12 +15,13 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from types import CodeType
 from typing import Any, Final
 
 import torch
 
+from .attribution import user_frame
 from .ops import Op
 
 LIMIT: Final = 4096
@@ -121,8 +122,14 @@ def _stand_in(base: type) -> type:
     methods |= {"__copy__": lambda self: self, "__deepcopy__": lambda self, memo: self}
     methods["__reduce__"] = lambda self: (base, (repr(self),))  # what is written, or sent, is a plain number
     methods |= {f"__{name}__": passing_on(f"__{name}__") for name in arithmetic}
+
+    def hashed(self: Any) -> int:
+        if decides_branch(*user_frame()):  # whether it is in a set: other numbers would not be compared with it
+            self.decided(None)
+        return base.__hash__(self)
+
     methods["decided"] = staticmethod(lambda result: None)  # of one made by its type, of what has been told already
-    return type(f"Unknown{base.__name__.title()}", (base,), {**methods, "__hash__": base.__hash__})
+    return type(f"Unknown{base.__name__.title()}", (base,), {**methods, "__hash__": hashed})
 
 
 def _asks_whether_finite(number: float, other: Any) -> bool:
@@ -151,9 +158,12 @@ def decide_sizes(value: Any) -> None:
 
 
 class _Twin(weakref.ref):
-    """A traced storage that is alive, its address, and a real tensor in a storage that holds what it would."""
+    """A traced storage that is alive, its address, and a real tensor in a storage that holds what it would.
 
-    __slots__ = ("address", "real")
+    That is `assumed` where it is so in a run that goes well.
+    """
+
+    __slots__ = ("address", "assumed", "real")
 
 
 class KnownValues:
@@ -182,12 +192,22 @@ class KnownValues:
 
     def _add(self, storage: torch.UntypedStorage, real: torch.Tensor) -> None:
         twin = _Twin(storage, self._die)
-        twin.address, twin.real = storage._cdata, real
+        twin.address, twin.real, twin.assumed = storage._cdata, real, False
         self._twins[twin.address] = twin
 
     def _die(self, twin: Any) -> None:
         if self._twins.get(twin.address) is twin:  # or another storage has taken the address since
             del self._twins[twin.address]
+
+    def assume(self, tensor: torch.Tensor) -> None:
+        """Says that a traced tensor holds what it holds in a run that goes well."""
+        if (twin := self._twins.get(tensor.untyped_storage()._cdata)) is not None:
+            twin.assumed = True
+
+    def is_assumed(self, tensor: torch.Tensor) -> bool:
+        """Whether that was said."""
+        twin = self._twins.get(tensor.untyped_storage()._cdata) if tensor.is_meta else None
+        return twin is not None and twin.assumed
 
     def twin(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A real tensor with the value of a traced one, or None if it is unknown."""
@@ -298,14 +318,7 @@ def decides_branch(filename: str, lineno: int) -> bool:
     the cautious one.
     """
 
-    def tests(node: ast.AST) -> list[ast.AST]:
-        if isinstance(node, ast.Compare):
-            return [node]
-        if isinstance(node, (ast.If, ast.While, ast.IfExp, ast.Assert)):
-            return [node.test]
-        return list(node.ifs) if isinstance(node, ast.comprehension) else _ranges(node)
-
-    return _is_used(filename, lineno, tests)
+    return _is_used(filename, lineno, _tests)
 
 
 def counts_loop(filename: str, lineno: int) -> bool:
@@ -353,6 +366,14 @@ def catches_out_of_memory(code: CodeType) -> bool:
     return "OutOfMemoryError" in code.co_names or bool(by_message)
 
 
+def _tests(node: ast.AST) -> list[ast.AST]:
+    if isinstance(node, ast.Compare):
+        return [node]
+    if isinstance(node, (ast.If, ast.While, ast.IfExp, ast.Assert)):
+        return [node.test]
+    return list(node.ifs) if isinstance(node, ast.comprehension) else _ranges(node)
+
+
 def _ranges(node: ast.AST) -> list[ast.AST]:
     called = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "range"
     return [node] if called else []
@@ -361,8 +382,13 @@ def _ranges(node: ast.AST) -> list[ast.AST]:
 def _is_used(filename: str, lineno: int, places: Callable[[ast.AST], list[ast.AST]]) -> bool:
     """Whether a line lies in one of the places of its function, or assigns a name that one of them uses."""
     linecache.checkcache(filename)
+    return _is_used_in("".join(linecache.getlines(filename)), lineno, places)
+
+
+@lru_cache(maxsize=64)
+def _is_used_in(source: str, lineno: int, places: Callable[[ast.AST], list[ast.AST]]) -> bool:
     try:
-        tree = ast.parse("".join(linecache.getlines(filename)))
+        tree = ast.parse(source)
     except (SyntaxError, ValueError):
         return True
     own = list(_own_nodes(_innermost_function(tree, lineno)))

@@ -85,6 +85,11 @@ class Answers:
         """The next answer, a number, to a loop that has asked so often before."""
         return self._next(rounds).fraction(self.asked - 1)
 
+    def times(self, rounds: int = 0) -> float:
+        """By how much what is so in a run that goes well may be more or less: between 1/1024 and 1024; 1 if it is."""
+        world, number = self._next(rounds), self.asked - 1
+        return 1.0 if world is ZEROS else min(max(abs(world.fraction(number)), 2.0**-10), 2.0**10)
+
     def fill(self, real: torch.Tensor, rounds: int = 0) -> torch.Tensor:
         """Lets a real tensor, which holds zeros, hold the next answer."""
         number, world = self.asked, self._next(rounds)
