@@ -21,6 +21,8 @@ META: Final = torch.device("meta")
 ABSENT: Final = object()
 """What a call returns that is not remembered."""
 _TENSOR_RETURNS: Final = frozenset({"Tensor", "List[Tensor]"})
+_BY_STORAGE: Final = frozenset(f"aten::{name}_scatter" for name in ("select", "slice", "diagonal", "as_strided"))
+"""Ops whose result is as large as the storage of their argument."""
 _Tensor: Final = torch.Tensor
 _empty_strided: Final = torch.empty_strided
 _is_grad_enabled: Final = torch.is_grad_enabled
@@ -88,7 +90,7 @@ class Plan:
             if isinstance(arg, _Tensor):
                 tensors.append(arg)
                 of_host += not arg.is_meta
-                key += (arg.shape, arg.stride(), arg.dtype)
+                key += (arg.shape, arg.stride(), arg.dtype, arg._is_zerotensor())
             elif i in numbers:
                 key.append(type(arg))
             elif isinstance(arg, (list, tuple)):
@@ -151,8 +153,9 @@ def _sequence_key(items: Any) -> Any:
 def _can_be_remembered(func: Any) -> bool:
     schema, tags = func._schema, func.tags
     data_dependent = torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
+    by_storage = schema.name in _BY_STORAGE
     changes_shape = torch.Tag.inplace_view in tags or schema.name in ("aten::resize_", "aten::resize_as_", "aten::set_")
-    if data_dependent or changes_shape or any(arg.is_out for arg in schema.arguments):
+    if data_dependent or by_storage or changes_shape or any(arg.is_out for arg in schema.arguments):
         return False
     if not any("Tensor" in str(arg.type) for arg in schema.arguments):
         return False
@@ -172,7 +175,7 @@ def _is_plain(out: Any, args: tuple[Any, ...]) -> bool:
     storages = {tensor.untyped_storage()._cdata for tensor in given}
     for leaf in tree_leaves(out):
         if isinstance(leaf, torch.Tensor) and not any(leaf is tensor for tensor in given):
-            if not leaf.is_meta:
+            if not leaf.is_meta or leaf._is_zerotensor():
                 return False
             storage = leaf.untyped_storage()
             twin = torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=META)

@@ -18,7 +18,8 @@ COPY: Final = aten.copy_.default
 PACK: Final = aten._pack_padded_sequence.default
 EMPTY: Final = aten.empty.memory_format
 LIFT: Final = aten.lift_fresh.default
-SPECIAL: Final = frozenset({ITEM, COPY, PACK, EMPTY, LIFT})
+TO: Final = aten.to.dtype_layout
+SPECIAL: Final = frozenset({ITEM, COPY, PACK, EMPTY, LIFT, TO})
 """Ops that a trace treats each in a way of its own."""
 RESCALE: Final = aten._amp_update_scale_.default
 UNSCALE: Final = aten._amp_foreach_non_finite_check_and_unscale_.default
@@ -60,7 +61,7 @@ class Op:
         schema, tags = func._schema, func.tags
         name, arguments = schema.name.split("::")[1], list(enumerate(schema.arguments))
         resizes = "resize" in name or name.startswith("set_")
-        plan, special = Plan(func, rules), func in SPECIAL
+        plan, special = Plan(func, rules), func in SPECIAL or func.namespace == "prims"
         scratch = rules.scratch.get(func) or plan.iterated
         is_named = func in rules.left_out or func in rules.not_covered
         takes_more = scratch is not None or is_named or str(func) in workspace.PRODUCTS

@@ -28,9 +28,10 @@ class Storages:
         self._on_death = self._die  # bound once
 
     def is_known(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's storage is already recorded, or holds nothing."""
+        """Whether the tensor's storage is already recorded, or holds nothing (`ATen/native/TensorFactories.cpp`,
+        `_efficientzerotensor`)."""
         storage = tensor.untyped_storage()
-        return storage._cdata in self._tracked or storage.nbytes() == 0
+        return storage._cdata in self._tracked or storage.nbytes() == 0 or tensor._is_zerotensor()
 
     def record(self, tensor: torch.Tensor, **what: Any) -> int:
         """Records the tensor's storage as allocated now. `what` says op, module and line."""

@@ -376,9 +376,13 @@ class Surface(TorchFunctionMode):
     def _take_index(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not (self._rules.on_host or args[0].is_meta):
             return self._run.call(func, args, kwargs)
-        index = self._index(args[1])
+        tensor, index, *value = args
+        if value and self._rules.on_host and isinstance(value[0], (bool, int, float, complex)):
+            with torch._C.DisableTorchFunction():  # before the index, as `python_variable_indexing.cpp` does
+                value = [torch.scalar_tensor(value[0], dtype=tensor.dtype, device=tensor.device)]
+        index = self._index(index)
         decide_sizes(index)
-        return self._run.call(func, (args[0], index, *args[2:]), kwargs)
+        return self._run.call(func, (tensor, index, *value), kwargs)
 
     def _index(self, index: Any) -> Any:
         """Lists and arrays in an index become tensors, as they do in a real run, which then counts; bounds are read."""

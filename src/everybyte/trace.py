@@ -29,7 +29,7 @@ from .kernels import ABSENT, META, Call, New, make, tensors_in
 from .kinds import has_no_memory, other_kind, runs_own_code
 from .memory_stats import MemoryStats
 from .operands import Operands
-from .ops import COPY, EMPTY, ITEM, LIFT, PACK, RESCALE, UNSCALE, Op
+from .ops import COPY, EMPTY, ITEM, LIFT, PACK, RESCALE, TO, UNSCALE, Op
 from .outlines import Outlines, is_large
 from .rounds import Rounds
 from .rules import RULES, Rules, candle, engine
@@ -48,6 +48,7 @@ _INDEX: Final = aten.index.Tensor
 _TO_COPY: Final = aten._to_copy.default
 _ACROSS: Final = frozenset({COPY, _TO_COPY, _INDEX, aten._index_put_impl_.default, aten.index_put_.default})
 """Ops that take a tensor from the host beside the device's own: copies, and indices (`ATen/native/IndexingUtils.h`)."""
+_RETAIN: Final = torch.Tensor.retain_grad
 _HEALTHY: Final = {
     **dict.fromkeys((torch.isfinite, torch.Tensor.isfinite), True),
     **dict.fromkeys((torch.isnan, torch.Tensor.isnan, torch.isinf, torch.Tensor.isinf), False),
@@ -291,7 +292,7 @@ class Trace(Run):
         watched = kind is not None and self._direct.watch(kind, args, kwargs)
         self._calls.append((function, _current_node()))
         try:
-            if function in self._rules.functions:
+            if function in self._rules.functions and "out" not in kwargs:
                 out = self._autocast.run(function, args, kwargs, partial(self._by_rule, function))
             else:
                 out = function(*args, **kwargs)
@@ -307,6 +308,8 @@ class Trace(Run):
         self._scalars.settle(out)
         if self._rules.keeps_operands:
             self._operands.settle(out)
+        if function is _RETAIN:
+            self._writes.retains(args[0])
         if function in self._after:
             self._note_left_out(function, args, kwargs)
             if function in _HEALTHY:
@@ -531,6 +534,10 @@ class Trace(Run):
                 return self._fill(op, args[0])
             if op.func is PACK:
                 args, key = (args[0], self._lengths(args[1]), *args[2:]), None
+            if op.func.namespace == "prims":
+                return op.func(*args, **kwargs)  # asked about shapes by `BinaryOps.cpp`, where a tensor of zeros comes
+            if op.func is TO and self._writes.asks_of_zeros(args[0]):
+                return torch.empty_like(torch.as_tensor(args[0]), device=META)  # for the same question
         if 0 < of_host < len(tensors) and op.func is not PACK:
             if op.name in _TAKES_A_NUMBER and not self.counts(args[0]):
                 return self._fill(op, args[0])

@@ -180,8 +180,8 @@ class KnownValues:
         self._twins.pop(storage, None)
 
     def remember(self, traced: torch.Tensor, real: torch.Tensor) -> None:
-        """Says what a traced storage holds, if it is small and arranged as the real one."""
-        same = traced.stride() == real.stride() and traced.dtype == real.dtype
+        """Says what a traced storage holds, if it is small and arranged as the real one, which has memory."""
+        same = traced.stride() == real.stride() and traced.dtype == real.dtype and not real._is_zerotensor()
         if same and is_small(real):
             self._add(traced.untyped_storage(), real.detach())
 

@@ -434,6 +434,38 @@ def embedding_bag(
     return weight.new_empty(bags, width), offset2bag, offsets.new_empty(offsets.shape).narrow(0, 0, bags), rows
 
 
+def _numbers_in(op: Any) -> None:
+    def run(*args: Any, out: Any, **options: Any) -> Any:
+        """A tensor of as many numbers keeps its shape (`ATen/native/RangeFactories.cpp`, `cuda/RangeFactories.cu`)."""
+        made = op(*args, out=torch.empty(0, dtype=out.dtype, device="meta"), **options)
+        return out if out.numel() == made.numel() else out.resize_(made.shape)
+
+    KERNELS[op] = run
+
+
+SCATTERED: Final = (
+    *(aten.select_scatter.default, aten.slice_scatter.default, aten.diagonal_scatter.default),
+    aten.as_strided_scatter.default,
+)
+
+
+@stating(KERNELS, *SCATTERED)
+def scattered(input: Any, *rest: Any, **options: Any) -> Any:
+    """In a copy of the input's whole storage, not only of what it shows of it (`ATen/native/TensorShape.cpp`).
+
+    See `clone_preserve_strides` there; where numbers are repeated, in a plain copy.
+    """
+    if any(stride == 0 and size > 1 for stride, size in zip(input.stride(), input.shape, strict=True)):
+        return torch.empty_like(input)
+    whole = input.new_empty(input.untyped_storage().nbytes() // input.element_size())
+    return whole.as_strided(input.shape, input.stride(), input.storage_offset())
+
+
+RANGES_OUT: Final = (aten.arange.start_out, aten.linspace.out, aten.logspace.out)
+for _op in RANGES_OUT:
+    _numbers_in(_op)
+
+
 # -- composite on meta, a kernel on CPU --------------------------------------------------------------------------------
 
 

@@ -289,6 +289,8 @@ _NOT_OF_A_DEVICE: Final = (
     *(aten.binary_cross_entropy.default, aten.binary_cross_entropy_backward.default),
     *(aten.im2col.default, aten.col2im.default, aten._grouped_mm.default),
     *cpu.FUSED_STEPS,
+    *cpu.RANGES_OUT,
+    *cpu.SCATTERED,
 )
 """Ops whose rule for the CPU follows code that all devices share (`SoftMax.cpp`, `Pow.cpp`, `Loss.cpp`,
 `GroupedMMUtils.h`), and the binary cross-entropy and unfolding, of which `ATen/native/cuda/Loss.cu`, `Im2Col.cu` and

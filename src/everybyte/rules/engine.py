@@ -9,6 +9,7 @@ other holder.
 
 from __future__ import annotations
 
+import weakref
 from functools import cache
 from typing import Any, Final
 
@@ -107,6 +108,9 @@ IN_PLACE: Final[dict[Any, frozenset[str]]] = {
 """Op -> backward nodes whose formula, in a real run, writes the op's result into argument 0 (a tensor it made itself).
 Found by running every differentiable op of PyTorch's own test suite with and without a dispatch mode."""
 
+_FACTORS: Final = _nodes("BinaryCrossEntropy:0")
+"""Nodes that write any product in place; the others only one with a difference that they have taken in place."""
+
 COMPOSITES: Final = frozenset(
     {
         F.linear,
@@ -134,7 +138,10 @@ def _keeps_shape(func: Any, args: tuple[Any, ...]) -> bool:
     return torch.broadcast_shapes(args[0].shape, *others) == args[0].shape
 
 
-WRITES: Final = frozenset({ENGINE_SUM, *IN_PLACE})
+COPY: Final = aten._to_copy.default
+"""What the sum of a tensor and a tensor of zeros is (`ATen/native/BinaryOps.cpp`, `maybe_add_maybe_sub`)."""
+
+WRITES: Final = frozenset({ENGINE_SUM, COPY, *IN_PLACE})
 
 
 BODY_SUMS: Final = {
@@ -151,13 +158,43 @@ class Writes:
     def __init__(self) -> None:
         self._node = -1  # number of the node that runs; the node itself would be kept alive
         self._sums = 0  # how many sums it has made
+        self._subtracted = -1  # the storage in which it has taken a difference last
+        self._retained: list[weakref.ref[torch.Tensor]] = []  # tensors that are no leaves and keep their gradients
+        self._kept = 0  # how many such gradients are still to be summed, before its formula
+        self._zeros: tuple[bool, ...] = ()  # whether the operands of the sum under way are tensors of zeros
+
+    def retains(self, tensor: torch.Tensor) -> None:
+        """Notes that a tensor keeps its gradient, to which another backward pass adds out of place.
+
+        `torch/csrc/autograd/variable.cpp`, `retain_grad`.
+        """
+        if tensor.grad_fn is not None:
+            self._retained.append(weakref.ref(tensor))
+
+    def asks_of_zeros(self, operand: Any) -> bool:
+        """Notes an operand of a sum or product with a tensor of zeros, whose shape is about to be asked for.
+
+        Returns:
+            Whether another tensor must stand in for it, to be asked in its place.
+        """
+        is_zeros = isinstance(operand, torch.Tensor) and operand._is_zerotensor()
+        self._zeros = (*self._zeros[-1:], is_zeros)
+        return is_zeros or not isinstance(operand, torch.Tensor)
 
     def at_node(self, number: int) -> bool:
         """Notes which backward node is running, -1 outside any, and says whether it was another one before."""
         if number == self._node:
             return False
-        self._node, self._sums = number, 0
+        self._node, self._sums, self._subtracted = number, 0, -1
+        self._kept = self._kept_at(number) if self._retained else 0
         return True
+
+    def _kept_at(self, number: int) -> int:
+        """How many gradients that are kept already are a node's, of which its tensors are the results now."""
+        self._retained = [tensor for tensor in self._retained if tensor() is not None]
+        alive = [tensor() for tensor in self._retained]
+        nodes = [tensor.grad_fn for tensor in alive if tensor is not None and tensor.grad is not None]
+        return sum(node is not None and node._sequence_nr() == number for node in nodes)
 
     def takes_over(self, func: Any, args: tuple[Any, ...], node: Any, caller: Any, from_python: bool) -> bool:
         """Whether a real run would write this op's result into argument 0.
@@ -169,12 +206,25 @@ class Writes:
             caller: The function of torch's Python face that is running, or None.
             from_python: Whether it was called since the node began (by a custom function, a hook, a recomputation).
         """
+        if func is COPY:  # zeros are added to the first contribution where it lies
+            zeros, self._zeros = self._zeros, ()
+            first = zeros == (False, True) and not from_python and node is not None and not torch.is_grad_enabled()
+            return first and holders(args[0])[1] == unshared()[1] + 1 and is_dense(args[0])  # it is an expanded view
         if func is not ENGINE_SUM:
             in_place = node is not None and node.name() in IN_PLACE[func]
-            return in_place and holders(args[0])[1] == unshared()[1] and _keeps_shape(func, args)
+            recorded = torch.is_grad_enabled() and args[0].requires_grad  # for a second backward pass, which needs it
+            if not in_place or recorded or holders(args[0])[1] != unshared()[1] or not _keeps_shape(func, args):
+                return False
+            address = args[0].untyped_storage()._cdata
+            if func is aten.sub.Tensor:
+                self._subtracted = address
+            return func is not aten.mul.Tensor or node.name() in _FACTORS or address == self._subtracted
         if node is None or caller in COMPOSITES:
             return caller in COMPOSITES and is_unshared(args[0])
         if from_python:
+            return False
+        if self._kept > 0:
+            self._kept -= 1
             return False
         self._sums += 1
         old, new = args[0], args[1]
