@@ -22,7 +22,7 @@ export PYDEVD_DISABLE_FILE_VALIDATION := 1
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup book html test test-versions refresh train recordings sweeps screenshots serve clean
+.PHONY: help setup book html test test-versions refresh train recordings benchmarks sweeps screenshots serve clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -98,6 +98,19 @@ recordings: $(INSTALLED)  ## compare the public recordings in EVERYBYTE_SNAPSHOT
 	@$(BIN)/python -m everybyte.recorded $${EVERYBYTE_SNAPSHOTS:?names no folder with the six files; the chapter Against real GPUs says where they are}
 
 SWEEP := $(BIN)/everybyte sweep notebooks/24_one_step.ipynb --append --out _build/sweeps
+
+BENCHMARKS := _build/benchmarks
+
+benchmarks: export JUPYTER_PREFER_ENV_PATH = 1
+benchmarks:  ## time and compare with the other tools, in an environment of 3 GB in _build, and store the table (a quarter of an hour)
+	@if ! test -f $(BENCHMARKS)/.installed; then \
+		$(PYTHON) -m venv $(BENCHMARKS) && \
+		$(BENCHMARKS)/bin/python -m pip install --disable-pip-version-check \
+			-c requirements.txt -c benchmarks/requirements.txt torch -e '.[benchmarks,sweep]' && \
+		$(BENCHMARKS)/bin/python -m pip install --disable-pip-version-check --no-deps llm-analysis==0.2.2 && \
+		touch $(BENCHMARKS)/.installed; \
+	fi
+	@$(BENCHMARKS)/bin/python benchmarks/run.py
 
 sweeps: $(INSTALLED)  ## sweep one step of each model over batch and sequence (minutes) and store the table
 	@$(SWEEP) -p model=decoder -p batch_size=1,4,16 -p sequence=256,512,1024,1536,2048,4096

@@ -1,26 +1,16 @@
-"""Three ways to compute the TFT's variable selection: bytes and seconds, beside pytorch-forecasting where it is there.
+"""Three ways to compute the TFT's variable selection, beside the TFT of two libraries where they are installed.
 
-    python benchmarks/tft_variants.py             a few minutes, on a machine that does nothing else
-    python benchmarks/tft_variants.py streamed    only the rows whose name contains the word
-
-Bytes are measured on the CPU, and beside them stands how many times as many the loop has. Seconds are those of whole
-training steps, Adam's loop included: the loop and the variant take turns, so that whatever else the machine does falls
-on both, and the ratio is that of the medians.
+Bytes are measured on the CPU. Seconds are those of whole training steps, Adam's loop included.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
-import platform
-import statistics
-import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-import pandas as pd
 import torch
+from row import Row, timed
 from torch import Tensor
 
 import everybyte as eb
@@ -28,8 +18,8 @@ from everybyte.models import TFT, TFTConfig, quantile_loss
 
 LOOP = TFTConfig()
 STREAMED = replace(LOOP, selection_compute="streamed")
-BATCH, TURNS = 8, 6
-PEAK = "peak beyond weights, B"
+WHAT = "TFT of 225 variables, batch 8, by its variable selection"
+BATCH, TURNS = 8, 2
 LASTING = ("scratch", "parameter", "gradient", "optimizer state", "buffer")
 
 
@@ -90,6 +80,30 @@ def pytorch_forecasting(to_device: ToDevice, dropout: float = LOOP.dropout) -> J
     return job(model, lambda: model(x)["prediction"], to_device)
 
 
+def neuralforecast(to_device: ToDevice) -> Job:
+    """Its TFT at our sizes; the target's own history is one of the observed variables."""
+    from neuralforecast.losses.pytorch import MQLoss
+    from neuralforecast.models import TFT as Theirs
+
+    n, past = BATCH, LOOP.history
+    static, observed, known = LOOP.static_features, LOOP.observed_features - 1, LOOP.known_features
+    model = Theirs(
+        h=LOOP.horizon, input_size=past, hidden_size=LOOP.hidden, n_head=LOOP.heads, dropout=LOOP.dropout,
+        attn_dropout=LOOP.dropout, loss=MQLoss(quantiles=list(LOOP.quantiles)),
+        stat_exog_list=[f"static {i}" for i in range(static)],
+        hist_exog_list=[f"observed {i}" for i in range(observed)],
+        futr_exog_list=[f"known {i}" for i in range(known)],
+    )  # fmt: skip
+    shapes = {
+        "insample_y": (n, past, 1),
+        "hist_exog": (n, past, observed),
+        "futr_exog": (n, past + LOOP.horizon, known),
+        "stat_exog": (n, static),
+    }
+    x = {name: to_device(torch.randn(shape)) for name, shape in shapes.items()}
+    return job(model, lambda: model(x), to_device)
+
+
 VARIANTS: dict[str, Callable[[ToDevice], Job]] = {
     "loop": lambda to_device: ours(LOOP, to_device),
     "grouped": lambda to_device: ours(replace(LOOP, selection_compute="grouped"), to_device),
@@ -103,47 +117,30 @@ VARIANTS: dict[str, Callable[[ToDevice], Job]] = {
 if importlib.util.find_spec("pytorch_forecasting"):
     VARIANTS["pytorch-forecasting"] = pytorch_forecasting
     VARIANTS["pytorch-forecasting, no dropout"] = lambda to_device: pytorch_forecasting(to_device, dropout=0.0)
+if importlib.util.find_spec("neuralforecast"):
+    VARIANTS["neuralforecast"] = neuralforecast
 
 
-def measured(build: Callable[[ToDevice], Job]) -> dict[str, int]:
-    """Bytes kept between forward and backward, and the peak of these two beside weights and their gradients."""
-    kept = eb.saved(build(lambda host: host).loss).total_bytes
+def measured(build: Callable[[ToDevice], Job]) -> int:
+    """The peak of forward and backward beside weights and their gradients, bytes, on the CPU."""
     with eb.measure(device="cpu") as run:
         made = build(run.to_device)
         for _ in run.steps(1):
             made.loss().backward()
-    return {"saved, B": kept, PEAK: run.timeline.without(*LASTING).peak_bytes}
+    return run.timeline.without(*LASTING).peak_bytes
 
 
-def seconds(made: Job) -> float:
-    began = time.perf_counter()
-    made.step()
-    return time.perf_counter() - began
+def rows() -> Iterator[Row]:
+    """A row for each variant: the peak of forward and backward beside the weights.
 
-
-def main(word: str = "") -> None:
-    cores = f"{torch.get_num_threads()} of {os.cpu_count()} cores, {platform.machine()}"
-    print(f"torch {torch.__version__}, Python {platform.python_version()}, {cores}; batch {BATCH}")
-    whole = measured(VARIANTS["loop"])[PEAK]
+    The loop and the variant take turns, so that whatever else the machine does falls on both.
+    """
     loop = VARIANTS["loop"](lambda host: host)
-    loop.step()
-    table = []
+    loop.step()  # the first step makes the optimizer's state
     for name, build in VARIANTS.items():
-        if word.lower() not in name.lower():
-            continue
-        row = {"variant": name, **measured(build)}
-        row["loop's bytes over it"] = whole / row[PEAK]
         made = build(lambda host: host)
-        made.step()  # the first step makes the optimizer's state
-        turns = [(seconds(loop), seconds(made)) for _ in range(TURNS)]
+        made.step()
+        turns = [(*timed(loop.step, 1), *timed(made.step, 1)) for _ in range(TURNS)]
         loops, steps = zip(*turns, strict=True)
-        row |= {"median, s": statistics.median(steps), "least": min(steps), "most": max(steps)}
-        row["times the loop"] = statistics.median(steps) / statistics.median(loops)
-        bytes_, times = f"{row[PEAK]:,} of {whole:,} B, 1/{whole / row[PEAK]:.2f}", f"{row['times the loop']:.2f} times"
-        print(f"  {name}: {bytes_}; {row['median, s']:.2f} s a step, {times} the loop's", flush=True)
-        table.append(row)
-    print(pd.DataFrame(table).round(2).to_string(index=False))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:2])
+        beside = Row(WHAT, "loop", loops)
+        yield Row(WHAT, name, steps, measured(build), "measured", beside=beside)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import csv
+import io
 import re
+from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 
 import everybyte
 from everybyte import gpus
 from everybyte.audit import MEANING
-from everybyte.units import GiB
+from everybyte.units import GiB, MiB
 
 LIBRARY = Path(everybyte.__file__).parent
 SOURCE = re.compile(r"\b(?:ATen|c10|tools/autograd|torch/(?:csrc|optim|utils|cuda))/[\w/]+\.(?:cpp|cuh?|h|py|yaml)\b")
@@ -219,3 +223,132 @@ def _cause(row: dict[str, Any]) -> str:
     if text and isinstance(row["conditional"], str) and row["conditional"]:
         text += f"; decided by values that no trace knows, at {row['conditional']}"
     return escape(shorten(re.sub(r"\btransformers/(?:\w+/)*", "", text), 300, placeholder=" …"))
+
+
+# -- benchmarks --------------------------------------------------------------------------------------------------------
+
+
+UNFINISHED = "The stored run was ended before it came to this."
+
+
+def benchmarks_found() -> str:
+    """What the last run found, in a list."""
+    table = _benchmarks()
+    speed = table[table["part"] == "speed"]
+    tracker = speed[speed["tool"] == "MemTracker"].iloc[-1]
+    real, alone = (speed[speed["tool"] == how].iloc[0] for how in ("really run", "really run, on one core"))
+    deepest = table[table["part"] == "depths"].sort_values("units").iloc[-1]
+    largest = table.loc[table["memory"].fillna(0).idxmax()]
+    exact = table[(table["evidence"] == "traced") & table["what"].isin(speed[speed["evidence"] == "measured"]["what"])]
+    return "\n".join(
+        [
+            f"- {tracker['what']}: MemTracker's step takes {_ratio(tracker)} times as long as the trace's.",
+            f"- {real['what']}: the step really run on one core takes {_ratio(alone)} times as long as its trace, "
+            f"which uses one; on all cores, {_ratio(real)} times.",
+            f"- A layer of a decoder with {deepest['units']} takes {_ratio(deepest)} times as long as one of 25.",
+            f"- The trace that took the most memory itself took {largest['memory'] / MiB:.0f} MiB: {largest['what']}.",
+            f"- Of {len(exact)} models that were really run, too, the trace stated the peak of "
+            f"{int((exact['difference'] == 0).sum())} to the byte.",
+        ]
+    )
+
+
+def benchmarks_machine() -> str:
+    """The machine of the last run, and how long it took."""
+    on = _benchmarks().attrs
+    parts = "" if on.get("one run") else "part after part, "
+    tools = ", ".join(f"{name} {version}" for name, version in on["tools"].items())
+    return (
+        f"Run on {on['date']} in {on['seconds'] / 60:.0f} minutes, {parts}on {on['cores']} cores of a machine of the "
+        f"kind “{on['processor']}”; load averages at its end: {on['busy']}. "
+        f"PyTorch {on['torch']}, Python {on['python']}, {tools}."
+    )
+
+
+def benchmarks_speed() -> str:
+    return _benchmark_rows("speed", peaks=True)
+
+
+def benchmarks_answers() -> str:
+    return _benchmark_rows("answers", peaks=True)
+
+
+def benchmarks_variants() -> str:
+    return _benchmark_rows("variants", bytes_of="peak", named="peak beyond weights, B")
+
+
+def benchmarks_memory() -> str:
+    return _benchmark_rows("memory", bytes_of="memory", named="memory of its own, B")
+
+
+def benchmarks_profile() -> str:
+    return _benchmark_rows("profile")
+
+
+def benchmarks_around() -> str:
+    """Replay and sweep: what a second does of each."""
+    rows = ["| what | by | times | a second | ratio of seconds |", "|---|---|--:|--:|--:|"]
+    for row in _benchmarks().query("part in ('replay', 'sweep')").to_dict("records"):
+        rate = _span(row["units"] / row["most"], row["units"] / row["least"])
+        cells = [row["what"], row["tool"], str(row["times"]), rate, _ratio(row)]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) if len(rows) > 2 else UNFINISHED
+
+
+def benchmarks_depths() -> str:
+    """Seconds against layers, with the line through them, as a picture."""
+    import matplotlib.pyplot as plt
+
+    rows = _benchmarks().query("part == 'depths'").sort_values("units")
+    layers, seconds = rows["units"].to_numpy(), rows["least"].to_numpy()
+    each, ends = np.polyfit(layers, seconds, 1)
+    with plt.style.context("everybyte.book"), io.BytesIO() as file:
+        figure, ax = plt.subplots(figsize=(6.4, 3))
+        ax.plot(layers, ends + each * layers, color="C1", label=f"{ends:.2f} s + {each:.4f} s a layer")
+        ax.vlines(layers, seconds, rows["most"], color="C0")
+        ax.plot(layers, seconds, "o", color="C0", label="least of a trace's steps, up to the most")
+        ax.set(xlabel="layers", ylabel="s", xlim=0, ylim=0)
+        ax.legend()
+        figure.savefig(file)
+        plt.close(figure)
+        drawn = base64.b64encode(file.getvalue()).decode()
+    off = np.abs(ends + each * layers - seconds)[1:].max() / seconds[-1]
+    text = (
+        f"A trace grows linearly with the layers: {each:.4f} s for each, and {ends:.2f} s for the ends of the network; "
+        f"no point is further from the line than {off:.1%} of the longest step."
+    )
+    image = f'<img src="data:image/png;base64,{drawn}" alt="Seconds of a traced step against layers: points on a line">'
+    table = _benchmark_rows("depths")
+    return f"```{{raw}} html\n<figure>{image}<figcaption>{text}</figcaption></figure>\n```\n\n{table}"
+
+
+def _benchmark_rows(part: str, peaks: bool = False, bytes_of: str = "", named: str = "") -> str:
+    """The rows of a part: seconds and ratios with their spread, and bytes."""
+    heads = ["what", "by", "times", "s", "ratio"]
+    heads += ["peak, B", "less the true one, B"] if peaks else [named] if bytes_of else []
+    rows = [f"| {' | '.join(heads)} |", "|---|---|--:|--:|--:|" + "--:|" * (len(heads) - 5)]
+    for row in _benchmarks().query("part == @part").to_dict("records"):
+        cells = [row["what"], row["tool"], str(row["times"]), _span(row["least"], row["most"]), _ratio(row)]
+        cells += [_number(row[name]) for name in (("peak", "difference") if peaks else (bytes_of,) if bytes_of else ())]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) if len(rows) > 2 else UNFINISHED
+
+
+def _benchmarks() -> pd.DataFrame:
+    return pd.read_parquet(Path(__file__).with_name("benchmarks.parquet"))
+
+
+def _span(least: float, most: float) -> str:
+    return _short(most) if most < 0.001 else f"{_short(least)} to {_short(most)}"
+
+
+def _short(number: float) -> str:
+    return "< 0.001" if number < 0.001 else f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _ratio(row: Mapping[str, Any]) -> str:
+    return f"{_short(row['ratio'])} ({_span(row['ratio least'], row['ratio most'])})"
+
+
+def _number(number: Any) -> str:
+    return "–" if pd.isna(number) else f"{int(number):,}"

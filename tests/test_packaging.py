@@ -18,7 +18,14 @@ from packaging.requirements import Requirement
 from everybyte.audit import packaged
 
 LIBRARY = {"torch", "numpy", "pandas", "pyarrow", "sympy"}
-PINS = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "requirements.txt").read_text(), flags=re.MULTILINE))
+
+
+def pins(*files: str) -> dict[str, str]:
+    text = "\n".join((ROOT / file).read_text() for file in files)
+    return dict(re.findall(r"^([\w.-]+)==(\S+)", text, flags=re.MULTILINE))
+
+
+PINS = pins("requirements.txt")
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +81,10 @@ def test_the_library_imports_without_the_books_packages():
 def test_every_pin_lies_in_the_range_the_project_declares():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    pinned = pins("requirements.txt", "benchmarks/requirements.txt")
     for requirement in map(Requirement, lines):
-        assert requirement.name in PINS, f"{requirement.name} is not pinned in requirements.txt"
-        assert requirement.specifier.contains(PINS[requirement.name], prereleases=True), requirement
+        assert requirement.name in pinned, f"{requirement.name} is pinned nowhere"
+        assert requirement.specifier.contains(pinned[requirement.name], prereleases=True), requirement
 
 
 def test_what_is_installed_is_what_is_pinned():

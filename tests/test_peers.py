@@ -1,7 +1,7 @@
 """What other tools count otherwise than a GPU's kernels do, each seen in the tool itself.
 
-PyTorch's own tools always run here. The others run where benchmarks/peers.txt is installed, and are skipped elsewhere;
-if a test fails there, a tool has changed, and what `Other tools` says of it must change with it.
+PyTorch's own tools always run here. The others run where the extra `benchmarks` is installed, and are skipped
+elsewhere; if a test fails there, a tool has changed, and what `Other tools` says of it must change with it.
 """
 
 from __future__ import annotations
