@@ -188,7 +188,7 @@ def test_a_step_is_traced_to_the_byte_and_told_by_module_op_and_category(script,
     for key in ("category", "module", "op"):
         assert sum(row["bytes"] for row in found[f"by_{key}"]) == found["peak_requested"]
     text = run(*TRACE, f"{script}:build", "--gpu", "a4000")[1]
-    assert text.startswith(f"{script}:build on NVIDIA RTX A4000, 3 steps: fits\n")
+    assert text.startswith(f"{script}:build on NVIDIA RTX A4000, the first 3 steps: fits\n")
     assert "131,072 B (131.072 KB, 128.000 KiB)   36.4%        1 ×  parameter" in text
     assert text.count("8,519,680 B (8.520 MB, 8.125 MiB): cuBLAS's workspace") == 2
 

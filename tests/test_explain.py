@@ -258,7 +258,7 @@ def test_the_command_answers_with_kind_figures_reason_and_next_step(run):
     code, out, err = run(DEMAND)
     assert (code, err) == (0, "")
     assert out.startswith("demand: the tensors themselves do not fit\n")
-    assert "everybyte trace train.py:build" in out
+    assert "\neverybyte trace train.py" in out.replace("  everybyte", "everybyte")
     code, out, err = run(DEMAND + "\n" + DEMAND, "--json")
     answer = json.loads(out)
     assert (code, answer["kind"], answer["possible"], answer["more"]) == (0, "demand", [], 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -17,6 +18,15 @@ def by(timeline: Timeline, key: str) -> list[dict[str, Any]]:
     table = timeline.by(key)
     rows = zip(table.index, table["nbytes"].tolist(), table["storages"].tolist(), strict=True)
     return [{key: name, "bytes": nbytes, "storages": count} for name, nbytes, count in rows]
+
+
+def extent(answer: Mapping[str, Any]) -> str:
+    """How much was traced: "3 steps"; of a program that goes on "the first 3 steps"; "one run" if unmarked."""
+    steps = answer["steps"]
+    if not steps:
+        return "one run"
+    first = "" if answer["ended"].endswith("end") else "the first "
+    return f"{first}{steps} steps" if steps > 1 else f"{first}step" if first else "1 step"
 
 
 def moment(timeline: Timeline, event: int, *columns: str) -> dict[str, Any]:

@@ -29,6 +29,10 @@ from .verdict import FITS, Verdict, doubts, judge, steps_until
 from .worlds import ZEROS, same_draws
 
 _UNASKED: Final = Advice({}, ())
+UNSEEN: Final = (
+    "the program goes on after the steps that were traced: a longer batch, an evaluation or a layer that begins to "
+    "learn there is not in these figures; --steps traces more of them, --phase eval the evaluation"
+)
 
 PATIENCE: Final = 60
 """So many seconds, beside ten times what the first trace took, are given to each other one."""
@@ -86,7 +90,9 @@ class Forecast:
         if found.doubts:
             verdict = judge(whole, gpu, found.doubts, goes_on=ran.goes_on)
         plain = Trial.of(verdict, loaders, ran.run.timeline.info["steps"])
-        return cls(program, gpu, assumed, ran, whole, verdict, plain, found, remarks=(*ran.remarks, *found.remarks))
+        unseen = [UNSEEN] if ran.goes_on and plain.fits else []
+        remarks = (*ran.remarks, *found.remarks, *unseen)
+        return cls(program, gpu, assumed, ran, whole, verdict, plain, found, remarks=remarks)
 
     @property
     def timeline(self) -> Timeline:
@@ -192,8 +198,7 @@ class Forecast:
         """The same for a terminal."""
         answer, gpu, peak = self.answer, self.gpu, self.answer["peak"]
         where = f"{gpu.name}{' (--gpu chooses another)' if self.assumed else ''}"
-        times = f"{self.steps} step{'s' * (self.steps > 1)}" if self.steps else "one run"
-        yield printable(f"{answer['function']} on {where}, {times}: {answer['verdict']}")
+        yield printable(f"{answer['function']} on {where}, {answers.extent(answer)}: {answer['verdict']}")
         yield ""
         yield from _first(answer)
         yield ""

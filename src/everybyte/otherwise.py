@@ -154,14 +154,17 @@ def _lines(base: Seen, others: Sequence[Seen]) -> dict[str, set[Any]]:
 
 
 def _settles(base: Seen, others: Sequence[Seen]) -> bool:
-    """Whether each comparison went both ways in runs that came to their end, and hardly changed what they need."""
+    """Whether each comparison went both ways in runs that came to their end, and hardly changed what they need.
+
+    Those of the user's own code are not settled so: he knows which way they go, and is told to see to it.
+    """
     ended = [base, *(seen for seen in others if seen.ended)]
     lines, everywhere = _lines(base, ended[1:]), _lines(base, others)
     if not lines or lines.keys() != everywhere.keys() or not all(map(_went_both_ways, lines.values())):
         return False
     outcomes = frozenset().union(*everywhere.values())
-    if None in outcomes or not all(type(answer) is bool for _, answer in outcomes):  # a size, or who knows what
-        return False
+    if None in outcomes or any(is_own or type(answer) is not bool for _, answer, is_own in outcomes):
+        return False  # his to say; or a size, or who knows what
     if {seen.word for seen in ended} != {base.word} or base.word == CANNOT_SAY:
         return False
     replays = [seen.verdict.replay for seen in ended]
@@ -174,7 +177,7 @@ def _settles(base: Seen, others: Sequence[Seen]) -> bool:
 def _went_both_ways(outcomes: set[Any]) -> bool:
     """Whether each comparison of a line came to more than one answer: of two in a chain the second may not have."""
     answers: dict[int, set[Any]] = {}
-    for instruction, answer in outcomes - {None}:
+    for instruction, answer, _ in outcomes - {None}:
         answers.setdefault(instruction, set()).add(answer)
     return bool(answers) and all(len(given) > 1 for given in answers.values())
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from typing import Any, Final
 
-from . import figures, otherwise, svg
+from . import answers, figures, otherwise, svg
 from .account import replayed
 from .allocator import Fragmentation, OutOfMemory
 from .figures import amount, shortened
@@ -98,12 +98,11 @@ def _digest(text: str) -> str:
 
 def _of_trace(answer: Mapping[str, Any], timeline: Timeline) -> Iterator[Markup]:
     gpu, peak, verdict = answer["gpu"], answer["peak"], answer["verdict"]
-    steps = answer["steps"]
-    times = f"{steps} step{'s' * (steps > 1)}" if steps else "one run"
+    extent = answers.extent(answer)
     yield join(f"{verdict}: {answer['function']} on {gpu['name']}")
     yield tag(
         "header",
-        tag("p", _name(answer["function"]), f" on {gpu['name']}, {times} ", _chip("traced"), class_="about"),
+        tag("p", _name(answer["function"]), f" on {gpu['name']}, {extent} ", _chip("traced"), class_="about"),
         tag("h1", verdict, class_=_TONES.get(verdict)),
         tag("p", *_left(answer), class_="lead"),
         *_reason(answer),

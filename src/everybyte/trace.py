@@ -31,6 +31,7 @@ from .memory_stats import MemoryStats
 from .operands import Operands
 from .ops import COPY, EMPTY, ITEM, LIFT, PACK, RESCALE, TO, UNSCALE, Op
 from .outlines import Outlines, is_large
+from .places import OWN, whose
 from .rounds import Rounds
 from .rules import RULES, Rules, candle, engine
 from .rules.autocast import Autocast
@@ -918,7 +919,9 @@ class Trace(Run):
         return rounds
 
     def _decided(self, line: str, outcome: Any = None) -> None:
-        asked = None if outcome is None else (asking_frame().f_lasti, outcome)  # a line may compare twice
+        frame = asking_frame()
+        is_own = whose(frame.f_code.co_filename) is OWN
+        asked = None if outcome is None else (frame.f_lasti, outcome, is_own)  # a line may compare twice
         self.decisions.setdefault(line, set()).add(asked)
 
     def _by_value(self, op: Op, args: Any, real: Any) -> Any:

@@ -62,9 +62,9 @@ def _answer(args: argparse.Namespace) -> Answer:
     if allowed is not None and found.uncertain:
         stop = Stop(CANNOT_SAY, f"cannot say whether it grew: {'; '.join(found.uncertain)} makes the figures uncertain")
     elif over:
-        most = found.changes[0]
+        most, count, name = max(_rows(found))
         grew = f"the peak grew by {format_bytes(found.difference)}{_share(found)}, and may by {format_bytes(allowed)}"
-        who = f"{printable(most.name) or f'no {args.by}'}, {format_bytes(most.difference)}"
+        who = f"{f'{count} × ' if count > 1 else ''}{printable(name)}, {format_bytes(most)}"
         stop = Stop(NO, f"{grew}; most in {who}: mend it, or raise --max")
     return answer, _lines(found), stop
 
@@ -93,6 +93,12 @@ def _share(found: Comparison) -> str:
     return f" ({found.difference / found.before:+.2%})" if found.before else ""
 
 
+def _rows(found: Comparison) -> list[tuple[int, int, str]]:
+    """What a reader is shown: difference, holders and their name, alike ones together where there are many."""
+    rows = [(change.difference, 1, change.name or f"(no {found.key})") for change in found.changes]
+    return alike(rows) if len(rows) > LONGEST_TABLE else rows
+
+
 def _lines(found: Comparison) -> Iterator[str]:
     yield f"peak before  {format_bytes(found.before):>46}  requested"
     yield f"peak after   {format_bytes(found.after):>46}  requested"
@@ -100,9 +106,7 @@ def _lines(found: Comparison) -> Iterator[str]:
     if found.changes:
         yield ""
         yield f"What changed at the peak, by {found.key}:"
-        rows = [(change.difference, 1, change.name or f"(no {found.key})") for change in found.changes]
-        if len(rows) > LONGEST_TABLE:
-            rows = alike(rows)
+        rows = _rows(found)
         # Whoever grew most and whoever shrank most; what lies between them as one.
         head, tail = (rows, []) if len(rows) <= 2 * LONGEST_TABLE else (rows[:LONGEST_TABLE], rows[-LONGEST_TABLE:])
         between = rows[len(head) : len(rows) - len(tail)]
