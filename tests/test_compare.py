@@ -93,6 +93,16 @@ def test_a_growth_beyond_what_is_allowed_is_a_no_and_one_byte_less_is_not(diff):
     assert diff(grown, BEFORE, "--max", "0")[0] == 0
 
 
+def test_who_grew_most_is_told_as_the_table_tells_it(diff):
+    blocks = [(f"h.{i}.attn", "mm", 100) for i in range(30)]
+    before, after = (
+        run_of(*[(m, op, n + more) for m, op, n in blocks], ("head", "mm", 100 + 5 * more)) for more in (0, 9)
+    )
+    code, out, err = diff(before, after, "--max", "0")
+    assert code == 1 and "+270 B  30 × h.*.attn\n" in out and "+45 B  head\n" in out
+    assert "most in 30 × h.*.attn, 270 B: " in err
+
+
 def test_the_json_holds_both_peaks_and_each_change(diff):
     code, out, _ = diff(BEFORE, AFTER, "--json", "--by", "op", "--max", "0")
     answer = json.loads(out)

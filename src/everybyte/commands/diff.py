@@ -62,7 +62,7 @@ def _answer(args: argparse.Namespace) -> Answer:
     if allowed is not None and found.uncertain:
         stop = Stop(CANNOT_SAY, f"cannot say whether it grew: {'; '.join(found.uncertain)} makes the figures uncertain")
     elif over:
-        most, count, name = max(_rows(found))
+        most, count, name = _rows(found)[0]
         grew = f"the peak grew by {format_bytes(found.difference)}{_share(found)}, and may by {format_bytes(allowed)}"
         who = f"{f'{count} × ' if count > 1 else ''}{printable(name)}, {format_bytes(most)}"
         stop = Stop(NO, f"{grew}; most in {who}: mend it, or raise --max")
