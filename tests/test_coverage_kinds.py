@@ -348,3 +348,12 @@ def test_norms_of_weights_are_summed_by_threads(dim):
     norm = [8, 1, 1] if dim == 0 else [1, 1, 3]
     made = learns(8, 4, 3), learns(*norm)
     assert_same_order(*made, function=backward(lambda v, g: torch._weight_norm(v, g, dim)))
+
+
+def test_sizes_of_one_have_the_strides_that_decide_a_convolution_s_layout():
+    def function(x, w):
+        y = F.layer_norm(x.permute(0, 2, 3, 1), (96,)).permute(0, 3, 1, 2)
+        y = F.conv2d(y, w, padding=3, groups=96)
+        return F.conv2d(y.permute(0, 2, 3, 1).sigmoid().permute(0, 3, 1, 2) + x, w, padding=3, groups=96)
+
+    assert_same_order(learns(2, 96, 1, 1), learns(96, 1, 7, 7), function=backward(function))

@@ -319,10 +319,13 @@ def grouped_product(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtyp
 
 @stating(KERNELS, aten.native_layer_norm.default)
 def native_layer_norm(input: Any, shape: Any, weight: Any, bias: Any, eps: float) -> Any:
-    """Statistics in the input's dtype, in single precision where the weight's differs: `ATen/native/layer_norm.cpp`."""
+    """Statistics in the input's dtype, in single precision where the weight's differs: `ATen/native/layer_norm.cpp`.
+
+    The result has a contiguous tensor's strides even where sizes of one leave the choice.
+    """
     out, mean, rstd = aten.native_layer_norm.default(input, shape, weight, bias, eps)
     dtype = torch.float32 if weight is not None and weight.dtype != input.dtype else input.dtype
-    return out, mean.to(dtype), rstd.to(dtype)
+    return out.new_empty(out.shape), mean.to(dtype), rstd.to(dtype)
 
 
 @stating(KERNELS, aten.native_batch_norm.default)

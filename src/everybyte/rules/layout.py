@@ -49,8 +49,20 @@ def as_iterated(func: Any) -> Callable[..., Any]:
     if not pointwise or func._schema.is_mutable:
         return func
 
+    slots = [i for i, arg in enumerate(func._schema.arguments) if str(arg.type) == "Tensor"]
+    makes_tensor_of_number = "Scalar" in func._overloadname and len(slots) == 1 and func is not aten.pow.Tensor_Scalar
+
+    def alike(args: tuple[Any, ...], shape: torch.Size) -> bool:
+        """Whether the iterator sorts nothing (`fast_set_up`): all operands of one shape, and contiguous."""
+        if makes_tensor_of_number:
+            return False
+        operands = [args[i] for i in slots if i < len(args)]
+        return all(isinstance(t, torch.Tensor) and t.shape == shape and t.is_contiguous() for t in operands)
+
     def run(*args: Any, **kwargs: Any) -> Any:
         out = func(*args, **kwargs)
+        if isinstance(out, torch.Tensor) and alike(args, out.shape):
+            return out.new_empty(out.shape)
         operands = [args[i] for i in _ORDER.get(func, range(len(args)))]
         tensors = [arg for arg in operands if isinstance(arg, torch.Tensor)]
         if isinstance(out, torch.Tensor):
