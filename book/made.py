@@ -270,7 +270,7 @@ def benchmarks_speed() -> str:
 
 
 def benchmarks_answers() -> str:
-    return _benchmark_rows("answers", peaks=True)
+    return _benchmark_rows("answers", peaks=True, ratios=False)
 
 
 def benchmarks_variants() -> str:
@@ -322,13 +322,14 @@ def benchmarks_depths() -> str:
     return f"```{{raw}} html\n<figure>{image}<figcaption>{text}</figcaption></figure>\n```\n\n{table}"
 
 
-def _benchmark_rows(part: str, peaks: bool = False, bytes_of: str = "", named: str = "") -> str:
+def _benchmark_rows(part: str, *, ratios: bool = True, peaks: bool = False, bytes_of: str = "", named: str = "") -> str:
     """The rows of a part: seconds and ratios with their spread, and bytes."""
-    heads = ["what", "by", "times", "s", "ratio"]
+    heads = ["what", "by", "times", "s", *(["ratio"] if ratios else [])]
     heads += ["peak, B", "less the true one, B"] if peaks else [named] if bytes_of else []
-    rows = [f"| {' | '.join(heads)} |", "|---|---|--:|--:|--:|" + "--:|" * (len(heads) - 5)]
+    rows = [f"| {' | '.join(heads)} |", "|---|---|" + "--:|" * (len(heads) - 2)]
     for row in _benchmarks().query("part == @part").to_dict("records"):
-        cells = [row["what"], row["tool"], str(row["times"]), _span(row["least"], row["most"]), _ratio(row)]
+        cells = [row["what"], row["tool"], str(row["times"]), _span(row["least"], row["most"])]
+        cells += [_ratio(row)] if ratios else []
         cells += [_number(row[name]) for name in (("peak", "difference") if peaks else (bytes_of,) if bytes_of else ())]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) if len(rows) > 2 else UNFINISHED
