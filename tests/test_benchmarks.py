@@ -80,8 +80,8 @@ def test_the_stored_table_has_a_spread_in_every_row_and_what_the_page_promises()
     assert table.attrs["seconds"] < 20 * 60
     trackers = table[table["tool"] == "MemTracker"].set_index("what")
     assert trackers.loc["1.3B decoder, 4 × 2,048 tokens", "ratio"] >= 10
-    real = table[table["tool"] == "really run"].set_index("what")
-    assert real.loc["TFT of 225 variables, batch 8", "ratio"] > 1
+    real, alone = (table[table["tool"] == how].set_index("what") for how in ("really run", "really run, on one core"))
+    assert alone.loc["TFT of 225 variables, batch 8", "ratio"] > 1  # the trace takes one core, too
     depths = table[table["part"] == "depths"].set_index("units")
     assert depths.loc[100, "ratio"] < 1.3
     assert table["memory"].max() < GiB

@@ -288,7 +288,11 @@ class Trace(Run):
         """Runs a call of torch's Python face, by the path that the rules give."""
         kind = self._direct.kind(function, args, kwargs) if self._optimizing else None
         known = None if kind is None else self._direct.known.get(kind)
-        if known is not None and _current_node() is None and not self.outlines.among(tensors_in(args, ())):
+        if (
+            known is not None
+            and _current_node() is None
+            and not (self.outlines and self.outlines.among(tensors_in(args, ())))
+        ):
             return self._directly(known, args, kwargs)
         watched = kind is not None and self._direct.watch(kind, args, kwargs)
         self._calls.append((function, _current_node()))
