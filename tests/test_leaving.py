@@ -1,6 +1,7 @@
 """A program is left, whatever it catches; and a loop that asks again and again is counted."""
 
 import runpy
+import subprocess
 import sys
 import textwrap
 
@@ -135,3 +136,16 @@ def test_rounds_are_those_of_the_innermost_loop_under_way():
     for lap in (0, 0, 1):
         counted.append(rounds.count(sys._getframe(), lap))
     assert counted == [0, 1, 0]  # a place of its own, and anew with each lap
+
+
+def test_a_program_that_was_left_leaves_a_profiler_its_way(tmp_path):
+    """Python 3.11 stays at one instruction where an exception is announced that never comes."""
+    loop = "for i in range(9):\n    try: torch.ones(8, device='cuda').sum().item()\n    except: pass\n"
+    (tmp_path / "train.py").write_text(f"import torch\n{loop}")
+    code = (
+        "import cProfile, faulthandler; faulthandler.dump_traceback_later(60, exit=True)\n"
+        "from everybyte.script import Program; Program('train.py').trace('t4')\n"
+        "cProfile.Profile().runcall(lambda: sum(len(str(i)) for i in range(99)))\nprint('done')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.endswith("done\n"), done.stderr

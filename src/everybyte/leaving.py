@@ -19,7 +19,14 @@ from torch.overrides import _pop_mode
 _Result = TypeVar("_Result")
 
 _raise_soon: Final = ctypes.pythonapi.PyThreadState_SetAsyncExc
-"""Has a thread raise an exception, given as a class, at its next call or a loop's next turn; None takes that back."""
+"""Has a thread raise an exception, given as a class, at its next call or a loop's turn, in place of one that waits."""
+
+
+class _Over(BaseException):
+    """Takes the place of an exception that is not to be raised any more."""
+
+
+_OVER: Final = ctypes.py_object(_Over)
 
 
 class Leaving:
@@ -38,8 +45,13 @@ class Leaving:
             return program()
         finally:
             insisted, self._insists = self._insists, False  # nothing may be called between this and the next line
-            _raise_soon(self._thread, None)
             if insisted:
+                try:  # with None in its place Python would look for one for ever, under a profiler without going on
+                    _raise_soon(self._thread, _OVER)
+                    for _ in range(10**6):
+                        pass
+                except _Over:
+                    pass
                 sys.unraisablehook, sys.modules["__main__"] = said, main  # the one that `runpy` has replaced
                 torch.set_grad_enabled(grad)
                 while torch._C._len_torch_function_stack() > modes:
