@@ -19,8 +19,10 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
+import speed
 import torch
 from row import Row, timed
+from speed import BATCH
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -30,7 +32,6 @@ from everybyte.models import GPT, GPTConfig
 from everybyte.units import GB, GiB, MiB
 
 TABLE = Path(__file__).resolve().parent.parent / "book" / "peers.csv"
-BATCH = 4
 ELEUTHERAI, MEGATRON = "EleutherAI/cookbook", "NVIDIA/Megatron-LM"
 VERSIONS = {ELEUTHERAI: "069ae2e", MEGATRON: "00caa53"}
 """Commits of what is a script in a repository, and no package."""
@@ -55,39 +56,25 @@ class Answer:
 # -- tools that run the code -------------------------------------------------------------------------------------------
 
 
-def train(config: GPTConfig, to_device: Callable[[torch.Tensor], torch.Tensor]) -> tuple[nn.Module, object, Callable]:
-    """The model, its optimizer and its step."""
-    model = GPT(config)
-    adamw = torch.optim.AdamW(model.parameters(), 1e-4, foreach=True)
-    tokens = to_device(torch.zeros(BATCH, config.context, dtype=torch.long))
-
-    def step() -> None:
-        model(tokens, tokens).backward()
-        adamw.step()
-        adamw.zero_grad()
-
-    return model, adamw, step
-
-
 def traced(config: GPTConfig) -> dict[str, int]:
     """Bytes by category at the peak of the second step, requested, by this library's trace."""
     with eb.trace(rules="cuda") as run:
-        _, _, step = train(config, run.to_device)
+        job = speed.decoder(config)(run.to_device)
         for _ in run.steps(2):
-            step()
+            job.step()
     return run.timeline.by("category")["nbytes"].to_dict()
 
 
 def tracked(config: GPTConfig) -> dict[str, int]:
     """Bytes by category at the peak of the second step, as PyTorch's MemTracker has them."""
     with FakeTensorMode():
-        model, adamw, step = train(config, lambda host: host)
+        job = speed.decoder(config)(lambda host: host)
         tracker = MemTracker()
-        tracker.track_external(model, adamw)
+        tracker.track_external(job.model, job.optimizer)
         with tracker:
-            step()
+            job.step()
             tracker.reset_mod_stats()
-            step()
+            job.step()
     (peak,) = tracker.get_tracker_snapshot("peak").values()
     return {str(getattr(kind, "value", kind)): nbytes for kind, nbytes in peak.items()}
 
