@@ -16,7 +16,7 @@ document.addEventListener("DOMContentLoaded", () => {
     <output aria-live="polite"></output>`;
   const { words, verdict } = bar.elements;
   for (const name of new Set(rows.map((row) => row.dataset.verdict).sort())) verdict.add(new Option(name));
-  tables[0].closest("section").before(bar);
+  (tables.length > 1 ? tables[0].closest("section") : tables[0]).before(bar);
 
   const text = new Map(rows.map((row) => [row, row.textContent.toLowerCase()]));
   const show = () => {
